@@ -74,9 +74,9 @@ def entropy_frame(
     for level, tokens in enumerate(MASKS):
         each = documents[level]  # [L, documents]
         picks = rng.integers(each.shape[1], size=(1000, each.shape[1]))
-        means = each[:, picks].mean(axis=2)  # [L, 1000]
+        means = np.nanmean(each[:, picks], axis=2)  # [L, 1000]
         low, high = np.quantile(means, (0.025, 0.975), axis=1)
-        add("$S_1$, mean over documents", tokens, each.mean(axis=1), low, high)
+        add("$S_1$, mean over documents", tokens, np.nanmean(each, axis=1), low, high)
     return pd.concat(rows, ignore_index=True)
 
 
