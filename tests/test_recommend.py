@@ -131,6 +131,7 @@ def test_bad_options_are_one_line(options, message, texts, tmp_path, capsys, mon
     out = tmp_path / "record.json"
     argv = ["paperlib", "select", str(folder), "--texts", str(texts), "--out", str(out), *options]
     monkeypatch.setattr("sys.argv", argv)
+    capsys.readouterr()  # what building the fixtures printed
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2
