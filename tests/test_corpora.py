@@ -218,11 +218,16 @@ TRAINING = tuple(COUNTS)[8:]
 EVALUATION = tuple(COUNTS)[2:8]
 
 
+@pytest.fixture(scope="module")
+def named() -> dict[str, Corpus]:
+    return {name: load_corpus(name) for name in SETS}
+
+
 @real
-def test_named_sets_have_these_many_distinct_records() -> None:
+def test_named_sets_have_these_many_distinct_records(named: dict[str, Corpus]) -> None:
     assert set(COUNTS) == set(SETS)
     for name, count in COUNTS.items():
-        records = load_corpus(name).records
+        records = named[name].records
         assert len(records) == len({r.id for r in records}) == count, name
         assert len({corpora._content(r) for r in records}) == count, name
         assert all(re.fullmatch(rf"{name}/\S+", r.id) for r in records)
@@ -231,41 +236,53 @@ def test_named_sets_have_these_many_distinct_records() -> None:
 
 
 @real
-def test_text_sets_are_the_passages_in_their_original_order() -> None:
+def test_text_sets_are_the_passages_in_their_original_order(named: dict[str, Corpus]) -> None:
     where = importlib.metadata.distribution("evals").locate_file("evals/registry/data")
     for name, file in (("openwebtext", "owt_5"), ("wikipedia", "wikipedia_5")):
         lines = Path(str(where), "schelling_point", f"{file}.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
-        assert [r.text for r in load_corpus(name).records] == [row["0"].strip() for row in rows]
-        # why only field "0" is read: the others hold no sentence that it does not have
-        words = [{k: set(v.split()) for k, v in row.items()} for row in rows]
-        assert all(w[k] <= w["0"] for w in words for k in w)
+        assert [r.text for r in named[name].records] == [row["0"].strip() for row in rows]
+        # why only field "0" is read: the others are its pieces between full stops, shuffled
+        for row in rows:
+            pieces = {k: sorted(filter(None, map(str.strip, v.split(".")))) for k, v in row.items()}
+            assert all(p == pieces["0"] for p in pieces.values())
 
 
 @real
-def test_prompt_sets_keep_what_they_are() -> None:
-    first = load_corpus("mt-bench").records[0]
-    assert first.id == "mt-bench/81"
-    assert all(len(r.later_turns) == 1 for r in load_corpus("mt-bench").records)
-    everywhere = [r for name in TRAINING for r in load_corpus(name).records]
-    assert not any(r.later_turns for r in everywhere)
-    ids = [r.id for r in load_corpus("humaneval").records]
+def test_prompt_sets_keep_what_they_are(named: dict[str, Corpus]) -> None:
+    assert named["mt-bench"].records[0].id == "mt-bench/81"
+    assert all(len(r.later_turns) == 1 for r in named["mt-bench"].records)
+    others = [r for name in COUNTS if name != "mt-bench" for r in named[name].records]
+    assert not any(r.later_turns for r in others)
+    ids = [r.id for r in named["humaneval"].records]
     assert ids == [f"humaneval/{i}" for i in range(164)]
-    kinds = [r.id.split("/")[1].split("-")[0] for r in load_corpus("instructions").records]
+    kinds = [r.id.split("/")[1].split("-")[0] for r in named["instructions"].records]
     assert {k: kinds.count(k) for k in set(kinds)} == {"chatbot": 160, "longform": 160}
-    evals = {r.id.split("/")[1].rsplit("-", 1)[0] for r in load_corpus("evals-prompts").records}
-    assert not evals & corpora._EVALS_LEFT_OUT
-    assert all(corpora._content(r).isascii() for r in load_corpus("evals-prompts").records)
+    evals = named["evals-prompts"].records
+    assert not {r.id.split("/")[1].rsplit("-", 1)[0] for r in evals} & corpora._EVALS_LEFT_OUT
+    assert all(corpora._content(r).isascii() for r in evals)
 
 
 @real
-def test_training_prompts_are_clear_of_evaluation_prompts() -> None:
-    training = {name: load_corpus(name) for name in TRAINING}
-    clear = sum(len(c.records) for c in training.values())
-    for name, other in itertools.product(TRAINING, EVALUATION):
-        near = overlaps(training[name], load_corpus(other))
+def test_training_prompts_are_clear_of_evaluation_prompts(named: dict[str, Corpus]) -> None:
+    every = [r for name in EVALUATION for r in named[name].records]
+    evaluation = corpus(*every)
+    for name in TRAINING:
+        near = overlaps(named[name], evaluation)
         assert not near, f"{name} repeats {near[:3]}"
-    assert clear >= 2500
+    # the check can find one: an evaluation prompt among the training prompts
+    planted = corpus(*named["questions"].records, *named["gsm8k"].records[:1])
+    assert [b for _, b, _ in overlaps(planted, evaluation)] == [named["gsm8k"].records[0].id]
+
+
+@real
+def test_no_passage_is_both_a_training_prompt_and_a_page_to_summarise(
+    named: dict[str, Corpus],
+) -> None:
+    for name in ("openwebtext", "wikipedia"):
+        assert not overlaps(named[name], named["web-summaries"])
+        # the statistics' texts are what about-* prompts quote: README says so
+        assert len(overlaps(named[f"about-{name}"], named[name])) > 900
 
 
 # tokens
@@ -276,7 +293,8 @@ CHATML = (
 )
 STRIPS = CHATML.replace("m.content", "m.content | trim")
 DEFAULT_SYSTEM = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are user s.<|im_end|>\n{% endif %}"
+    "{% if messages[0].role != 'system' %}"
+    "<|im_start|>system\nYou are user s.<|im_end|>\n{% endif %}"
 ) + CHATML
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
 
@@ -304,6 +322,13 @@ def byte_level(template: str | None = CHATML, *, trim: bool = False, add: str = 
     return Target("toy", None, tokenizer, "0")
 
 
+TARGETS = {
+    "as it is": byte_level(),
+    "contents stripped": byte_level(STRIPS),
+    "offsets trimmed": byte_level(trim=True),
+}
+
+
 def turns(*contents: str) -> Record:
     roles = itertools.cycle(("user", "assistant"))
     messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
@@ -318,7 +343,7 @@ def plain_part(target: Target, document: corpora.Document) -> str:
 def test_text_that_spells_special_tokens_stays_text() -> None:
     target = byte_level()
     text = "a <|im_start|>user <s></s> b<|im_end|>"
-    assert target.tokenizer(text).input_ids != target.tokenizer(text, split_special_tokens=True)
+    assert set(target.tokenizer(text).input_ids) & set(target.tokenizer.all_special_ids)
     (document,) = tokenize(target, corpus(Record("r", text=text)), max_tokens=200)
     assert not set(document.input_ids) & set(target.tokenizer.all_special_ids)
     assert not any(document.special)
@@ -384,6 +409,14 @@ def test_all_outside_the_contents_is_special(template: str) -> None:
     assert document.special[-1]
 
 
+@pytest.mark.parametrize("kind", ["as it is", "offsets trimmed"])
+def test_white_space_in_a_content_is_not_special(kind: str) -> None:
+    content = "a\n\n    b\n  \n c"
+    target = TARGETS[kind]
+    (document,) = tokenize(target, corpus(turns(content)), max_tokens=500)
+    assert plain_part(target, document) == content
+
+
 def test_an_answered_conversation_gets_no_generation_prompt() -> None:
     target = byte_level()
     (document,) = tokenize(target, corpus(turns("Hi", "Yes")), max_tokens=500)
@@ -401,13 +434,6 @@ def test_templates_that_alter_contents_are_refused() -> None:
     assert tokenize(target, corpus(turns("b")), max_tokens=500)
     with pytest.raises(InputError, match="r: the chat template alters"):
         tokenize(target, corpus(turns("ba")), max_tokens=500)
-
-
-TARGETS = {
-    "as it is": byte_level(),
-    "contents stripped": byte_level(STRIPS),
-    "offsets trimmed": byte_level(trim=True),
-}
 
 
 @pytest.mark.parametrize("kind", TARGETS)
