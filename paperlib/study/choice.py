@@ -328,9 +328,9 @@ def correlation_frame(
     scores = probe["scores"]
     at = np.array([[table.boundaries.index(b) for b in s.boundaries] for s in scores])
     criteria = {
-        "S_2 of the set": s2(table)(at),
-        "S_2, filtered tokens": s2(filtered)(at),
-        "mean S_2": CRITERIA["entropy"](table)(at),
+        "$S_2$ of the set": s2(table)(at),
+        "$S_2$, filtered tokens": s2(filtered)(at),
+        "mean $S_2$": CRITERIA["entropy"](table)(at),
         "minus mean CKA": CRITERIA["cka"](table)(at),
         "mRMR difference": CRITERIA["mrmr-difference"](table)(at),
         "DPP": CRITERIA["dpp"](table)(at),
