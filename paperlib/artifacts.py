@@ -780,7 +780,7 @@ def _show(figure: Figure, title: str) -> None:
         return
     from IPython.display import Image, display
 
-    display(Image(_rendered(figure, "png", 100, {"Software": None}), alt=title))
+    display(Image(_rendered(figure, "png", 80, {"Software": None}), alt=title))
 
 
 def _csv(frame: pd.DataFrame) -> bytes:
