@@ -8,17 +8,16 @@ prompts are rendered again from the corpora when states are captured.
 import hashlib
 import json
 import math
-import re
+import shutil
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load as load_safetensors
+from safetensors import safe_open
 from safetensors.numpy import save as save_safetensors
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -28,7 +27,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from paperlib import files
+from paperlib.corpora import Corpus, Document, Record, load_corpus, overlaps, tokenize
 from paperlib.errors import InputError
+from paperlib.targets import load_target
 
 FORMAT = "paperlib-responses-1"
 ATTENTION = "paperlib_decode"
@@ -265,43 +266,274 @@ def _decode_batch(
             ids, positions, mask = ids[keep], positions[keep], mask[keep]
 
 
-# -- which prompts --------------------------------------------------------------------------------
+# -- which prompts, and the files ------------------------------------------------------------------
 
-SHINGLE = 4  # words in a row that are compared
-NEAR = 0.5  # share of the smaller prompt's shingles that makes two prompts near-duplicates
+# Training prompts for the embedded target: records per named set.
+RECIPE = {
+    "questions": 900,
+    "code-tasks": 800,
+    "code-completions": 550,
+    "about-openwebtext": 475,
+    "about-wikipedia": 475,
+    "evals-prompts": 1000,
+}
+EVALUATION = ("mt-bench", "humaneval", "gsm8k", "instructions", "web-summaries", "news-summaries")
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.casefold())
+@dataclass(frozen=True)
+class Responses:
+    """Answers of one target: record ids, the token ids it produced, and how they were made."""
+
+    ids: tuple[str, ...]
+    tokens: tuple[np.ndarray, ...]
+    margins: np.ndarray  # [records] smallest top-two logit gap of each answer
+    about: dict[str, Any]
 
 
-def _shingles(text: str) -> set[tuple[str, ...]]:
-    words = _words(text)
-    return {tuple(words[i : i + SHINGLE]) for i in range(len(words) - SHINGLE + 1)}
+def write_responses(
+    path: Path,
+    ids: Sequence[str],
+    tokens: Sequence[Sequence[int] | np.ndarray],
+    margins: Sequence[float] | np.ndarray,
+    about: dict[str, Any],
+) -> None:
+    """One columnar file: all token ids end to end, their offsets, record ids as JSON metadata."""
+    lengths = np.array([len(t) for t in tokens], dtype=np.int32)
+    flat = np.concatenate([np.asarray(t, dtype=np.int64) for t in tokens])
+    kind = np.uint16 if flat.max(initial=0) < 2**16 else np.int32
+    columns = {
+        "tokens": flat.astype(kind),
+        "lengths": lengths,
+        "margins": np.asarray(margins, dtype=np.float32),
+    }
+    metadata = {
+        "format": FORMAT,
+        "ids": json.dumps(list(ids), separators=(",", ":")),
+        "about": json.dumps(about, sort_keys=True),
+    }
+    with files.replacing(path) as temporary:
+        temporary.write_bytes(save_safetensors(columns, metadata))
 
 
-def overlapping(texts: Sequence[str], evaluation: Sequence[str]) -> list[bool]:
-    """For each of ``texts``: is it an evaluation prompt, exactly or nearly?
+def read_responses(path: Path) -> Responses:
+    """InputError for a file that is missing, foreign or damaged."""
+    path = Path(path)
+    try:
+        with safe_open(path, framework="numpy") as f:
+            metadata = f.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"format {metadata.get('format')!r}, expected {FORMAT!r}")
+            columns = {n: f.get_tensor(n) for n in ("tokens", "lengths", "margins")}
+        ids, about = json.loads(metadata["ids"]), json.loads(metadata["about"])
+        lengths = columns["lengths"].astype(np.int64)
+        if lengths.sum() != len(columns["tokens"]) or len(lengths) != len(ids):
+            raise ValueError("lengths do not add up")
+    except Exception as error:
+        raise InputError(
+            f"{path}: expected responses written by paperlib generate ({error})"
+        ) from error
+    tokens = np.split(columns["tokens"].astype(np.int64), np.cumsum(lengths)[:-1])
+    return Responses(tuple(ids), tuple(tokens), columns["margins"], about)
 
-    Exactly: the same words after case folding. Nearly: at least half of the four-word shingles of
-    the shorter of the two occur in the other (containment), which also catches a prompt inside
-    a longer one.
+
+def records_of(ids: Sequence[str]) -> Corpus:
+    """The records behind ids such as ``questions/0042``, in that order.
+
+    InputError names the first id that no named set holds.
     """
-    exact = {tuple(_words(t)) for t in evaluation}
-    sizes = []
-    where: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for e, text in enumerate(evaluation):
-        shingles = _shingles(text)
-        sizes.append(len(shingles))
-        for shingle in shingles:
-            where[shingle].append(e)
-    found = []
-    for text in texts:
-        shingles = _shingles(text)
-        shared: dict[int, int] = defaultdict(int)
-        for shingle in shingles:
-            for e in where.get(shingle, ()):
-                shared[e] += 1
-        near = any(n >= NEAR * min(sizes[e], len(shingles)) for e, n in shared.items())
-        found.append(near or tuple(_words(text)) in exact)
-    return found
+    found: dict[str, Record] = {}
+    for name in sorted({i.split("/")[0] for i in ids}):
+        found |= {r.id: r for r in load_corpus(name).records}
+    for i in ids:
+        if i not in found:
+            raise InputError(f"record {i!r} is in no named set")
+    chosen = tuple(found[i] for i in ids)
+    return Corpus("records", chosen, "see each set", "named sets", files.key(list(ids)))
+
+
+def choose(
+    target: Any,
+    recipe: Mapping[str, int],
+    *,
+    seed: int,
+    max_prompt_tokens: int,
+    evaluation: Sequence[str] = EVALUATION,
+) -> list[Document]:
+    """Prompts by a recipe of records per set, seeded, without those too close to evaluation prompts.
+
+    An evaluation prompt is left out exactly and nearly (``corpora.overlaps``), and so are repeats.
+    InputError when a set cannot give as many as the recipe asks for.
+    """
+    judged = [load_corpus(name) for name in evaluation]
+    chosen: list[Document] = []
+    seen: set[tuple[int, ...]] = set()
+    for name, count in recipe.items():
+        corpus = load_corpus(name, seed=seed)
+        near = {a for e in judged for a, _, _ in overlaps(corpus, e)}
+        taken = 0
+        for document in tokenize(target, corpus, max_tokens=max_prompt_tokens + 1):
+            ids = tuple(document.input_ids)
+            if document.id in near or len(ids) > max_prompt_tokens or ids in seen:
+                continue
+            seen.add(ids)
+            chosen.append(document)
+            taken += 1
+            if taken == count:
+                break
+        if taken < count:
+            raise InputError(
+                f"recipe asks for {count} prompts of {name!r}, but only {taken} are left of at most "
+                f"{max_prompt_tokens} tokens and clear of the evaluation prompts"
+            )
+    return chosen
+
+
+def answer(
+    target: Any,
+    documents: Sequence[Document],
+    out: Path,
+    *,
+    max_new_tokens: int,
+    batch: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    about: dict[str, Any] | None = None,
+    progress: bool = True,
+) -> Responses:
+    """Decode every document and write ``out``, by shards of one batch that survive a killed run.
+
+    Shards hold prompts of like length and are decoded in seeded order, so that a part of the work
+    is a fair sample of it. Several processes may work on the same ``out``: each takes shards that
+    are not there yet.
+    """
+    if not documents:
+        raise InputError("no prompts to answer")
+    request = {
+        "target": target.name,
+        "fingerprint": target.fingerprint,
+        "prompts": prompt_key(documents),
+        "records": len(documents),
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "model_dtype": str(target.model.dtype),
+    }
+    parts = out.with_name(f".{out.name}.{files.key([request, batch])}.parts")
+    order = sorted(range(len(documents)), key=lambda i: (len(documents[i].input_ids), i))
+    shards = [order[i : i + batch] for i in range(0, len(order), batch)]
+    sequence = np.random.default_rng(seed).permutation(len(shards)).tolist()
+    produced, began = 0, time.perf_counter()
+    bar = tqdm(total=len(documents), unit="prompt", desc="generate", disable=not progress)
+    for s in sequence:
+        place, shard = parts / f"{s:04d}.safetensors", shards[s]
+        if not place.exists():
+            draws = [uniforms(seed, documents[i].id, max_new_tokens) for i in shard]
+            found = decode(
+                target,
+                [documents[i].input_ids for i in shard],
+                max_new_tokens=max_new_tokens,
+                batch=batch,
+                temperature=temperature,
+                draws=draws,
+            )
+            ids = [documents[i].id for i in shard]
+            write_responses(place, ids, [r.tokens for r in found], [r.margin for r in found], {})
+            produced += sum(len(r.tokens) for r in found)
+            bar.set_postfix_str(f"{produced / (time.perf_counter() - began):.0f} tokens/s")
+        bar.update(len(shard))
+    bar.close()
+    tokens: list[np.ndarray] = [np.zeros(0)] * len(documents)
+    margins = np.zeros(len(documents))
+    for s, shard in enumerate(shards):
+        part = read_responses(parts / f"{s:04d}.safetensors")
+        for i, t, m in zip(shard, part.tokens, part.margins, strict=True):
+            tokens[i], margins[i] = t, m
+    names = [d.id for d in documents]
+    write_responses(out, names, tokens, margins, {**(about or {}), **request})
+    shutil.rmtree(parts)
+    return read_responses(out)
+
+
+def prompt_key(documents: Sequence[Document]) -> str:
+    """Identifies prompts by record id and token ids: a changed template or tokenizer changes it."""
+    return files.key([[d.id, list(d.input_ids)] for d in documents])
+
+
+def prompts_of(target: Any, responses: Responses) -> list[Document]:
+    """The prompts behind ``responses``, rendered and tokenised again.
+
+    InputError when they differ from those that were answered.
+    """
+    documents = tokenize(target, records_of(responses.ids), max_tokens=10**6)
+    found = prompt_key(documents)
+    if found != responses.about["prompts"]:
+        raise InputError(
+            f"the prompts of these responses come out as {found}, expected "
+            f"{responses.about['prompts']}: another tokenizer, chat template or version of the sets"
+        )
+    return documents
+
+
+def regenerate(target: Any, responses: Responses, ids: Sequence[str]) -> dict[str, bool]:
+    """Decode some records again: for each id, are the token ids the same?
+
+    A greedy answer may differ from a batch of other sizes only after a near-tie; ``margins`` says
+    where one is.
+    """
+    chosen = [responses.ids.index(i) for i in ids]
+    documents = prompts_of(target, responses)
+    found = decode(
+        target,
+        [documents[i].input_ids for i in chosen],
+        max_new_tokens=responses.about["max_new_tokens"],
+        temperature=responses.about["temperature"],
+        draws=[
+            uniforms(responses.about["seed"], responses.ids[i], responses.about["max_new_tokens"])
+            for i in chosen
+        ],
+    )
+    return {
+        responses.ids[i]: list(r.tokens) == responses.tokens[i].tolist()
+        for i, r in zip(chosen, found, strict=True)
+    }
+
+
+def generate(
+    target: str = "smollm2-135m",
+    *,
+    out: Path,
+    sets: Mapping[str, int] | None = None,
+    records: Path | None = None,
+    max_new_tokens: int = 192,
+    max_prompt_tokens: int = 160,
+    temperature: float = 0.0,
+    seed: int = 0,
+    batch: int = 128,
+    dtype: str = "float32",
+    device: str = "cpu",
+    progress: bool = True,
+) -> Responses:
+    """``paperlib generate``: the target answers prompts of named sets; writes ``out``.
+
+    sets: records per set (default RECIPE). records: answer exactly the records of another responses
+    file instead, in its order.
+    """
+    loaded = load_target(target, dtype=dtype, device=device)
+    if records is not None:
+        documents = tokenize(loaded, records_of(read_responses(records).ids), max_tokens=10**6)
+        recipe = read_responses(records).about.get("recipe", {})
+    else:
+        recipe = dict(sets or RECIPE)
+        documents = choose(loaded, recipe, seed=seed, max_prompt_tokens=max_prompt_tokens)
+    about = {"recipe": recipe, "max_prompt_tokens": max_prompt_tokens}
+    return answer(
+        loaded,
+        documents,
+        out,
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+        temperature=temperature,
+        seed=seed,
+        about=about,
+        progress=progress,
+    )
