@@ -63,7 +63,7 @@ class NamedSet:
     kind: str  # "text" or "prompts"
     carrier: str  # pip requirement
     path: str  # inside site-packages
-    sha256: str
+    sha256: str  # of a file, or of the .jsonl files of a folder
     licence: str
     origin: str
     read: Callable[[Path], Iterator[tuple[str, str | list[str]]]]  # (local id, text or user turns)
@@ -143,6 +143,54 @@ def _code_tasks(path: Path) -> Iterator[tuple[str, list[str]]]:
         if 20 <= len(task) <= 600 and task not in seen:
             seen.add(task)
             yield f"{len(seen) - 1:04d}", ["Write a Python function. " + task]
+
+
+def _code_completions(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """The same tasks as functions to complete: a signature and a docstring.
+
+    The reference solution gives the parameters; the name is made of words of the task.
+    """
+    seen: set[str] = set()
+    for row in _json_lines(path):
+        task = row["task_description"].strip()
+        signature = re.search(r"^def main_solution\((.*?)\):", row["code_sample"], re.MULTILINE)
+        if signature and 20 <= len(task) <= 400 and task not in seen:
+            seen.add(task)
+            name = "_".join(re.findall("[a-z]+", task.lower())[3:6]) or "solve"
+            code = f'def {name}({signature[1]}):\n    """ {task}\n    """\n'
+            prompt = "Complete the following Python function.\n\n```python\n" + code + "```"
+            yield f"{len(seen) - 1:04d}", [prompt]
+
+
+# not used: other sets here are made of these, or their data may not be used commercially
+_EVALS_LEFT_OUT = {"lambada", "sandbagging", "schelling_point", "steganography"}
+_EVALS_LEFT_OUT |= {"text_compression", "theory_of_mind"}
+
+
+def _evals_prompts(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Up to 12 short ASCII prompts of each evaluation, the last two turns as one message."""
+    seen: set[str] = set()
+    for task in sorted(p for p in folder.iterdir() if p.name not in _EVALS_LEFT_OUT):
+        taken = 0
+        for path in sorted(task.glob("*.jsonl")):
+            for line in path.read_text(encoding="utf-8", errors="ignore").split("\n"):
+                prompt = _evals_input(line) if taken < 12 else ""
+                if prompt.isascii() and 20 <= len(prompt) <= 420 and prompt not in seen:
+                    seen.add(prompt)
+                    yield f"{task.name}-{taken:02d}", [prompt]
+                    taken += 1
+
+
+def _evals_input(line: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return ""
+    given = row.get("input") if isinstance(row, dict) else None
+    if isinstance(given, list):
+        turns = [m for m in given if isinstance(m, dict) and m.get("role") in ("system", "user")]
+        given = "\n".join([m["content"] for m in turns if isinstance(m.get("content"), str)][-2:])
+    return given.strip() if isinstance(given, str) else ""
 
 
 WRAPPERS = (
@@ -270,6 +318,26 @@ SETS: dict[str, NamedSet] = {
             _code_tasks,
         ),
         NamedSet(
+            "code-completions",
+            "prompts",
+            "reasoning-gym==0.1.25",
+            "reasoning_gym/data/codeio.jsonl.gz",
+            "a088810cf4d020279ec50dc5e64f25b7eccc8a428a6f76a25c70c126e4370f33",
+            "Apache-2.0 (the package; upstream of the file not stated)",
+            "CodeI/O tasks as functions to complete; for training",
+            _code_completions,
+        ),
+        NamedSet(
+            "evals-prompts",
+            "prompts",
+            _EVALS,
+            _EVALS_DATA,
+            "fd3e4af66a7f6df8eb82fcffe8e4c71cf0291d8eb1f30675a8819264a23068c2",
+            "MIT (sets under other terms are left out)",
+            "prompts of OpenAI's evals, at most 12 of each; for training",
+            _evals_prompts,
+        ),
+        NamedSet(
             "about-openwebtext",
             "prompts",
             _EVALS,
@@ -354,14 +422,22 @@ def _carrier_file(info: NamedSet) -> Path:
             f"set {info.name!r} comes in pip package {package}, which is not installed: {command}"
         ) from None
     path = Path(str(distribution.locate_file(info.path)))
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"package {package} {distribution.version} lacks {info.path}: {command}")
-    found = files.sha256(path)
+    found = files.sha256(path) if path.is_file() else _folder_sha256(path)
     if found != info.sha256:
         raise InputError(
             f"{info.path}: sha256 {found[:16]}..., expected {info.sha256[:16]}...: {command}"
         )
     return path
+
+
+def _folder_sha256(folder: Path) -> str:
+    """Of the names and contents of the .jsonl files two levels down."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*/*.jsonl")):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{files.sha256(path)}\n".encode())
+    return digest.hexdigest()
 
 
 # users' files

@@ -231,6 +231,8 @@ class DraftHead(nn.Module):
     nothing that engines do not have.
     """
 
+    scale: Tensor
+
     def __init__(self, config: HeadConfig, vocab: DraftVocab, embedding: Tensor) -> None:
         super().__init__()
         c = config
@@ -241,8 +243,7 @@ class DraftHead(nn.Module):
             )
         if embedding.shape != (c.vocab_size, c.hidden_size):
             raise InputError(
-                f"embedding table {list(embedding.shape)}, expected "
-                f"{[c.vocab_size, c.hidden_size]}"
+                f"embedding table {list(embedding.shape)}, expected {[c.vocab_size, c.hidden_size]}"
             )
         self.config, self.vocab = config, vocab
         states = len(c.boundaries) * c.target_hidden_size
@@ -362,8 +363,8 @@ def embedding_for(target: Any, hidden_size: int, seed: int = 0) -> Tensor:
 
 @torch.no_grad()
 def initialise(head: DraftHead, seed: int, *, std: float = 0.02) -> None:
-    """Seeded start: every matrix from its own generator, so that heads of different boundaries share
-    all but the shapes that differ, and fc block i of one equals fc block i of the other."""
+    """Seeded start: every matrix from its own generator, so that heads of different boundaries
+    share all but the shapes that differ, and fc block i of one equals fc block i of the other."""
     for name, parameter in head.tensors().items():
         if parameter.ndim == 1:
             parameter.fill_(0 if name.endswith("bias") else 1)

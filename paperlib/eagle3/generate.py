@@ -33,6 +33,7 @@ from paperlib.targets import load_target
 
 FORMAT = "paperlib-responses-1"
 ATTENTION = "paperlib_decode"
+PREFILL_TOKENS = 2048  # padded prompt tokens in one forward pass: its activations stay in cache
 COMPACT_BELOW = 0.8  # finished rows leave the batch when fewer than this share of it still run
 
 
@@ -53,15 +54,16 @@ class _Rows(DynamicLayer):
     transformers' own dynamic layer concatenates, which moves the whole cache at every step.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, batch: int, capacity: int) -> None:
         super().__init__()
-        self.capacity = capacity
+        self.batch, self.capacity = batch, capacity
         self.length = 0
+        self.window = slice(0, batch)  # the rows that the next forward pass works on
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.buffers = tuple(
-            x.new_empty(x.shape[0], x.shape[1], self.capacity, x.shape[3])
+            x.new_empty(self.batch, x.shape[1], self.capacity, x.shape[3])
             for x in (key_states, value_states)
         )
         self.is_initialized = True
@@ -73,9 +75,9 @@ class _Rows(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, self.length : end] = new
+            buffer[self.window, :, self.length : end] = new
         self.length = end
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+        self.keys, self.values = (buffer[self.window, :, :end] for buffer in self.buffers)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -89,6 +91,7 @@ class _Rows(DynamicLayer):
             kept[:, :, : self.length] = buffer[rows, :, : self.length]
             small.append(kept)
         self.buffers = tuple(small)
+        self.window = slice(0, len(rows))
 
 
 def _attention(
@@ -100,9 +103,9 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' SDPA attention; for one query token, without repeating grouped keys and values.
+    """transformers' SDPA attention; for one query token, without repeating keys and values.
 
-    query [B, hq, 1, d], key and value [B, hkv, T, d]. The g = hq / hkv query heads of a group become
+    query [B, hq, 1, d], key and value [B, hkv, T, d]. The g = hq / hkv query heads of a group are
     rows of one matrix product, so a step reads the cache once instead of writing g copies of it.
     """
     simple = query.shape[2] == 1 and not kwargs.get("softcap") and kwargs.get("s_aux") is None
@@ -162,7 +165,7 @@ def decode(
     leaves its batch. Greedy results equal ``model.generate(do_sample=False)`` row by row in fp32,
     except where the two largest logits are closer than rounding (see ``Response.margin``).
 
-    temperature: 0 is greedy; otherwise token = inverse cumulative distribution at ``draws[i][step]``.
+    temperature: 0 is greedy; otherwise the inverse cumulative distribution at ``draws[i][step]``.
     observe(rows, mask): called after each forward pass, with the prompts' indices in batch order
     and, for the first pass of a batch, the [B, T] mask of real tokens; for hooks that keep states.
     Raises InputError for an empty prompt and for sampling without draws.
@@ -216,25 +219,36 @@ def _decode_batch(
         mask[row, width - len(prompts[i]) :] = 1  # also over the tokens to come
     ids, mask = ids.to(device), mask.to(device)
     positions = (mask[:, :width].cumsum(dim=1) - 1).clamp(min=0)  # [B, T]
-    layers = [_Rows(capacity) for _ in target.blocks]
+    layers = [_Rows(len(chosen), capacity) for _ in target.blocks]
     cache = Cache(layers=layers)  # type: ignore[arg-type]
     rows = list(chosen)  # the prompt behind each row that is still in the batch
     said: dict[int, list[int]] = {i: [] for i in chosen}
     margins = dict.fromkeys(chosen, math.inf)
     finished: set[int] = set()
-    for step in range(max_new_tokens):
-        padded = mask[:, : width + step]
+
+    def forward(part: slice, length: int) -> Tensor:
+        for layer in layers:
+            layer.window, layer.length = part, length
+        padded = mask[part, : length + ids.shape[1]]
         out = model(
-            input_ids=ids,
+            input_ids=ids[part],
             attention_mask=padded,
-            position_ids=positions,
+            position_ids=positions[part],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
         if observe is not None:
-            observe(rows, padded if step == 0 else None)
-        logits = out.logits[:, -1].float()  # [B, V]
+            observe(rows[part], padded if length == 0 else None)
+        return out.logits[:, -1].float()
+
+    for step in range(max_new_tokens):
+        if step == 0:
+            size = max(1, PREFILL_TOKENS // width)
+            parts = [slice(r, min(r + size, len(rows))) for r in range(0, len(rows), size)]
+            logits = torch.cat([forward(part, 0) for part in parts])  # [B, V]
+        else:
+            logits = forward(slice(0, len(rows)), width + step - 1)
         if temperature > 0 and draws is not None:
             cumulative = (logits / temperature).softmax(dim=-1).double().cumsum(dim=-1)
             at = torch.tensor([[draws[i][step]] for i in rows], dtype=torch.float64, device=device)
@@ -306,13 +320,10 @@ def write_responses(
         "lengths": lengths,
         "margins": np.asarray(margins, dtype=np.float32),
     }
-    metadata = {
-        "format": FORMAT,
-        "ids": json.dumps(list(ids), separators=(",", ":")),
-        "about": json.dumps(about, sort_keys=True),
-    }
+    # one metadata entry: the library writes several in no fixed order, and the file has a hash
+    record = files.canonical({"format": FORMAT, "ids": list(ids), "about": about})
     with files.replacing(path) as temporary:
-        temporary.write_bytes(save_safetensors(columns, metadata))
+        temporary.write_bytes(save_safetensors(columns, {"paperlib": record}))
 
 
 def read_responses(path: Path) -> Responses:
@@ -320,11 +331,11 @@ def read_responses(path: Path) -> Responses:
     path = Path(path)
     try:
         with safe_open(path, framework="numpy") as f:
-            metadata = f.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"format {metadata.get('format')!r}, expected {FORMAT!r}")
+            record = json.loads((f.metadata() or {}).get("paperlib", "{}"))
+            if record.get("format") != FORMAT:
+                raise ValueError(f"format {record.get('format')!r}, expected {FORMAT!r}")
             columns = {n: f.get_tensor(n) for n in ("tokens", "lengths", "margins")}
-        ids, about = json.loads(metadata["ids"]), json.loads(metadata["about"])
+        ids, about = record["ids"], record["about"]
         lengths = columns["lengths"].astype(np.int64)
         if lengths.sum() != len(columns["tokens"]) or len(lengths) != len(ids):
             raise ValueError("lengths do not add up")
@@ -359,7 +370,7 @@ def choose(
     max_prompt_tokens: int,
     evaluation: Sequence[str] = EVALUATION,
 ) -> list[Document]:
-    """Prompts by a recipe of records per set, seeded, without those too close to evaluation prompts.
+    """Prompts by a recipe of records per set, seeded, clear of the evaluation prompts.
 
     An evaluation prompt is left out exactly and nearly (``corpora.overlaps``), and so are repeats.
     InputError when a set cannot give as many as the recipe asks for.
@@ -382,8 +393,8 @@ def choose(
                 break
         if taken < count:
             raise InputError(
-                f"recipe asks for {count} prompts of {name!r}, but only {taken} are left of at most "
-                f"{max_prompt_tokens} tokens and clear of the evaluation prompts"
+                f"recipe asks for {count} prompts of {name!r}, but only {taken} are left of at "
+                f"most {max_prompt_tokens} tokens and clear of the evaluation prompts"
             )
     return chosen
 

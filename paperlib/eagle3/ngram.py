@@ -72,9 +72,8 @@ def fit(
         codes = _codes(np.concatenate(contexts), vocab_size)
         following = np.concatenate(nexts)
         pairs, counts = np.unique(np.stack([codes, following], axis=1), axis=0, return_counts=True)
-        # by context, then the most frequent, then the smaller id: the first of a context is its best
-        order_ = np.lexsort((pairs[:, 1], -counts, pairs[:, 0]))
-        pairs = pairs[order_]
+        # by context, then frequency, then the smaller id: the first of a context is its best
+        pairs = pairs[np.lexsort((pairs[:, 1], -counts, pairs[:, 0]))]
         first = np.r_[True, pairs[1:, 0] != pairs[:-1, 0]] if len(pairs) else np.zeros(0, bool)
         tables.append(pairs[first, 0])
         best.append(pairs[first, 1])

@@ -16,10 +16,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +32,8 @@ from tqdm import tqdm
 
 from paperlib import files
 from paperlib.eagle3 import ngram
-from paperlib.eagle3.draft import (
-    DraftHead,
-    HeadConfig,
-    config_for,
-    embedding_for,
-    initialise,
-    save_head,
-)
-from paperlib.eagle3.vocab import DraftVocab, count_tokens, coverage, frequent
+from paperlib.eagle3.draft import DraftHead, HeadConfig, embedding_for, initialise, save_head
+from paperlib.eagle3.vocab import DraftVocab
 from paperlib.errors import InputError
 
 
@@ -75,7 +66,8 @@ class TrainConfig:
                 raise InputError(f"{name} = {getattr(self, name)}: expected 1 or more")
         if not (self.lr > 0 and self.clip > 0 and 0 <= self.warmup < 1):
             raise InputError(
-                f"lr {self.lr} and clip {self.clip} must be positive, warmup {self.warmup} in [0, 1)"
+                f"lr {self.lr} and clip {self.clip} must be positive, "
+                f"warmup {self.warmup} in [0, 1)"
             )
 
 
@@ -154,12 +146,7 @@ class Examples:
             self.states[self.boundaries.index(b), ::stride].float().square().mean(-1).sqrt()
             for b in boundaries
         ]
-        return torch.stack([r.median() for r in rows_nonzero(rms)])
-
-
-def rows_nonzero(rms: Sequence[Tensor]) -> Iterator[Tensor]:
-    for values in rms:
-        yield values[values > 0]
+        return torch.stack([r[r > 0].median() for r in rms])
 
 
 class Online(Examples):
@@ -284,17 +271,11 @@ def collate(examples: Sequence[Example], steps: int, device: torch.device) -> Ba
             run[t] = run[t + 1] + 1 if e.response[t] else 0
         for i in range(steps):
             supervised[i, b, : end - start] = run[start + 1 : end + 1] >= i + 2
-    batch = Batch(
-        tuple(e.id for e in examples), tokens, states, final, best, rows, supervised
-    )
+    batch = Batch(tuple(e.id for e in examples), tokens, states, final, best, rows, supervised)
     if device.type == "cpu":
         return batch
-    moved = {n: getattr(batch, n).to(device) for n in asdict_shallow(batch) if n != "ids"}
-    return Batch(batch.ids, **moved)
-
-
-def asdict_shallow(batch: Batch) -> list[str]:
-    return list(batch.__dataclass_fields__)
+    names = ("tokens", "states", "final", "best", "rows", "supervised")
+    return Batch(batch.ids, *(getattr(batch, name).to(device) for name in names))
 
 
 # -- the training-time test -----------------------------------------------------------------------
@@ -306,8 +287,7 @@ def rollout_states(head: DraftHead, batch: Batch, steps: int) -> list[Tensor]:
     Step 0 needs keys and values of all T rows, but queries only of the R rows that are supervised.
     """
     layer, attention = head.midlayer, head.midlayer.self_attn
-    size, length = batch.tokens.shape
-    count = batch.rows.shape[1]
+    length, count = batch.tokens.shape[1], batch.rows.shape[1]
     device = batch.tokens.device
     pick = batch.rows[..., None]  # [B, R, 1]
     following = torch.cat([batch.tokens[:, 1:], batch.tokens[:, -1:]], dim=1)
@@ -364,7 +344,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = ctx.saved_tensors
         return grad * upstream, None, None
 
@@ -381,7 +361,12 @@ class StepOutcome:
 
 
 class TrainingTest(nn.Module):
-    """The head and what its loss needs of the target: final norm and LM head, draft columns only."""
+    """The head, and what its loss needs of the target: final norm and LM head, draft columns."""
+
+    target: Any
+    columns: Tensor
+    bias: Tensor | None
+    draft_ids: Tensor
 
     def __init__(self, head: DraftHead, target: Any, steps: int) -> None:
         super().__init__()
@@ -464,8 +449,8 @@ class Evaluation:
 def evaluate(
     test: TrainingTest, examples: Examples, chosen: Sequence[int], *, batch: int = 4
 ) -> Evaluation:
-    """Teacher-forced over ``chosen`` conversations. Where all earlier drafts of a row are right, the
-    forced tokens are the drafted ones, so the accepted lengths are those of real chain drafting."""
+    """Teacher-forced over ``chosen`` conversations. Where all earlier drafts of a row are right,
+    the forced tokens are the drafted ones: accepted lengths are those of real chain drafting."""
     device = next(test.parameters()).device
     test.eval()
     sums = torch.zeros(3, test.steps, dtype=torch.float64)
@@ -473,9 +458,7 @@ def evaluate(
     order = sorted(chosen, key=lambda i: len(examples.tokens[i]))
     with torch.no_grad():
         for at in range(0, len(order), batch):
-            items = [
-                examples.get(i, test.head.config.boundaries) for i in order[at : at + batch]
-            ]
+            items = [examples.get(i, test.head.config.boundaries) for i in order[at : at + batch]]
             out = test(collate(items, test.steps, device))
             sums += torch.stack([out.loss.double(), out.correct, out.rows]).cpu()
             lengths += [a[v].cpu().numpy() for a, v in zip(out.accepted, out.valid, strict=True)]
@@ -667,9 +650,9 @@ def train(
 ) -> DraftHead:
     """Train one head into ``out``: metrics.csv, validation.csv, checkpoint, and at last the head.
 
-    Taken up where it stopped when ``out`` holds a checkpoint of the same request, with the result of
-    an uninterrupted run (bitwise on CPU). Under torchrun every process takes its share of each step.
-    A loss or gradient that is not finite stops the run, naming the step and the records.
+    Taken up where it stopped when ``out`` holds a checkpoint of the same request, with the result
+    of an uninterrupted run (bitwise on CPU). Under torchrun every process takes its share of each
+    step. A loss or gradient that is not finite stops the run, naming the step and the records.
     """
     out = Path(out)
     distributed = dist.is_available() and dist.is_initialized()

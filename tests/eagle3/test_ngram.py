@@ -21,7 +21,10 @@ def by_hand(conversations: list[list[int]], masks: list[list[bool]], context: li
         if following:
             return min(following, key=lambda v: (-following[v], v))
     every = Counter(
-        v for t, m in zip(conversations, masks, strict=True) for v, on in zip(t, m, strict=True) if on
+        v
+        for t, m in zip(conversations, masks, strict=True)
+        for v, on in zip(t, m, strict=True)
+        if on
     )
     return min(every, key=lambda v: (-every[v], v))
 
