@@ -434,7 +434,8 @@ class TrainingTest(nn.Module):
 class Evaluation:
     """How a drafter does on held-out conversations, k = steps drafts a round, chain, greedy.
 
-    loss, accuracy [K]: per draft position, over the rows it supervises (teacher-forced).
+    loss, accuracy [K]: per draft position, over the rows it supervises (teacher-forced); a table
+    has no loss.
     tau: 1 + accepted drafts, averaged over every row as the start of a round.
     tau_walk: the same over the rounds of an actual decode, which jump over what they accept.
     """
@@ -511,7 +512,7 @@ def evaluate_ngram(
             rows[k] += on.sum()
         lengths.append(accepted)
     accuracy = tuple((correct / np.maximum(rows, 1)).tolist())
-    return Evaluation((math.nan,) * steps, accuracy, *taus(lengths))
+    return Evaluation((), accuracy, *taus(lengths))
 
 
 def _best_of(examples: Examples, i: int) -> np.ndarray:
