@@ -227,11 +227,13 @@ class DraftHead(nn.Module):
     """The head with its frozen embedding table and its draft vocabulary.
 
     scale [A]: what each boundary's states are multiplied with before fc. Training sets it to
-    1 / (median RMS of the boundary); ``fold_scale`` moves it into fc, so that exported heads need
-    nothing that engines do not have.
+    1 / (median RMS of the boundary). whitening [A Ht, A Ht] (or none): a further symmetric map of
+    the scaled states, which makes their directions equally large. ``fold_scale`` moves both into
+    fc, so that exported heads need nothing that engines do not have.
     """
 
     scale: Tensor
+    whitening: Tensor | None
 
     def __init__(self, config: HeadConfig, vocab: DraftVocab, embedding: Tensor) -> None:
         super().__init__()
@@ -259,6 +261,7 @@ class DraftHead(nn.Module):
         self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=True)
         self.register_buffer("scale", torch.ones(len(c.boundaries)), persistent=False)
+        self.register_buffer("whitening", None, persistent=False)
         llama = LlamaConfig(
             hidden_size=c.hidden_size,
             num_attention_heads=c.num_attention_heads,
@@ -283,6 +286,8 @@ class DraftHead(nn.Module):
             parts = [norm(states[..., i, :]) for i, norm in enumerate(self.fc_norm)]
             return self.fc(torch.cat(parts, dim=-1))
         flat = states.flatten(-2)
+        if self.whitening is not None:
+            flat = flat @ self.whitening.to(dtype)
         return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -331,14 +336,22 @@ class DraftHead(nn.Module):
 
     @torch.no_grad()
     def fold_scale(self) -> None:
-        """Move ``scale`` into fc's columns; outputs stay as they are."""
+        """Move ``scale`` and ``whitening`` into fc's columns; outputs stay as they are."""
         if self.config.fc_norm or self.config.norm_before_fc:
-            if not torch.equal(self.scale, torch.ones_like(self.scale)):
+            if not self.folded:
                 raise InputError("a scale before a norm cannot be folded into fc: keep it at 1")
             return
+        if self.whitening is not None:
+            folded = self.fc.weight.double() @ self.whitening.double().T
+            self.fc.weight.copy_(folded)
+            self.whitening = None
         columns = self.scale.repeat_interleave(self.config.target_hidden_size)
         self.fc.weight *= columns.to(self.fc.weight.dtype)
         self.scale.fill_(1)
+
+    @property
+    def folded(self) -> bool:
+        return self.whitening is None and torch.equal(self.scale, torch.ones_like(self.scale))
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by their published names, without the frozen embedding table."""
@@ -384,7 +397,7 @@ def _normal(shape: torch.Size, std: float, seed: int, name: str) -> Tensor:
 
 def save_head(head: DraftHead, folder: Path, record: dict[str, Any]) -> None:
     """head.safetensors and paperlib.json (config and ``record``); the scale must be folded."""
-    if not torch.equal(head.scale, torch.ones_like(head.scale)):
+    if not head.folded:
         raise InputError("fold_scale() before saving a head")
     tensors = {n: t.cpu().contiguous() for n, t in head.tensors().items()}
     tensors |= {"d2t": head.vocab.d2t.cpu(), "t2d": head.vocab.t2d.cpu()}

@@ -56,6 +56,8 @@ class TrainConfig:
     train_lm_head: bool = False  # False: the target's rows, frozen
     warm_start: bool = False  # the layer from the target's last block
     norm_start: float = 0.3  # initial final norm, as a share of the target's
+    whiten: float = 0.0  # shrinkage of the whitening of fc's input; 0: none
+    ridge_start: float = 0.0  # fc starts at ridge regression with this penalty; 0: at random
     evaluate_every: int = 500  # optimiser steps
     checkpoint_every: int = 200
 
@@ -580,6 +582,51 @@ def _warm_start(head: DraftHead, target: Any) -> None:
         raise InputError(f"warm start: no parameter of {target.name}'s last block fits the head")
 
 
+@torch.no_grad()
+def condition(
+    head: DraftHead,
+    examples: Examples,
+    chosen: Sequence[int],
+    options: TrainConfig,
+    limit: int = 40_000,
+) -> None:
+    """Whiten fc's input, and start fc at the linear prediction of what the head must come to.
+
+    A gradient step learns directions of large variance first, and states of neighbouring
+    boundaries are almost the same in those. With C the second moment of the scaled states, the
+    input is multiplied by (C + whiten * mean eigenvalue)^(-1/2). The start of fc is the ridge
+    regression from whitened states at t to the target's final state at t + 1, brought to RMS 1.
+    Both use the first ``limit`` response rows of ``chosen`` and are folded away in the end.
+    """
+    inputs, outputs, seen = [], [], 0
+    for i in chosen:
+        e = examples.get(i, head.config.boundaries)
+        rows = torch.nonzero(e.response)[:, 0][:-1]  # t + 1 in the response
+        rows = rows[rows > 0] - 1
+        x = e.states[:, rows].float() * head.scale.cpu()[:, None, None]
+        inputs.append(x.transpose(0, 1).flatten(1))  # [r, A Ht]
+        y = e.final[rows + 1].float()
+        outputs.append(y / y.square().mean(-1, keepdim=True).sqrt())
+        seen += len(rows)
+        if seen >= limit:
+            break
+    x, y = torch.cat(inputs), torch.cat(outputs)
+    moment = (x.T @ x).double() / len(x)
+    values, vectors = torch.linalg.eigh(moment)
+    if options.whiten:
+        gain = (values.clamp(min=0) + options.whiten * values.mean()).rsqrt()
+        # whitened inputs keep the mean square of plain ones: 1 in each scaled boundary
+        gain /= (values.clamp(min=0) * gain.square()).mean().sqrt()
+        head.whitening = ((vectors * gain) @ vectors.T).to(head.fc.weight)
+    else:
+        gain = torch.ones_like(values)
+    if options.ridge_start:
+        values = values.clamp(min=0) * gain.square()  # the moment of the whitened input
+        inverse = (vectors / (values + options.ridge_start * values.mean())) @ vectors.T
+        cross = ((vectors * gain) @ vectors.T) @ ((x.T @ y).double() / len(x))  # [A Ht, Ht]
+        head.fc.weight.copy_((inverse @ cross).T)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which conversations each optimiser step takes: fixed by seed, lengths and budget alone."""
@@ -667,6 +714,8 @@ def train(
     needs_rms = not (head_config.fc_norm or head_config.norm_before_fc)
     rms = examples.median_rms(head_config.boundaries) if needs_rms else None
     head = build_head(target, head_config, vocab, options, rms).to(device)
+    if needs_rms and (options.whiten or options.ridge_start):
+        condition(head, examples, training, options)
     test = TrainingTest(head, target, options.steps).to(device)
     trained = [p for p in head.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(

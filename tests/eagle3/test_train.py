@@ -184,6 +184,35 @@ def test_a_head_learns_a_small_set_by_heart(tmp_path: Path) -> None:
     assert all(0 <= float(r[f"accuracy_{i}"]) <= 1 for r in rows for i in (1, 2, 3))
 
 
+def test_conditioning_whitens_and_starts_at_the_regression() -> None:
+    target = tiny_target()
+    data = cached(conversations(target, 12, response=30), BOUNDARIES)
+    vocab = frequent(np.ones(target.vocab_size, dtype=int), target.vocab_size)
+    config = config_for(target, BOUNDARIES, vocab.size)
+    options = train.TrainConfig(whiten=1e-6, ridge_start=1e-3)
+    head = train.build_head(target, config, vocab, options, data.median_rms(BOUNDARIES))
+    train.condition(head, data, range(12), options)
+    x, y = [], []
+    for i in range(12):
+        e = data.get(i, BOUNDARIES)
+        for t in range(len(e.tokens) - 1):
+            if e.response[t + 1] and t + 2 < len(e.tokens):
+                x.append((e.states[:, t] * head.scale[:, None]).flatten().double().numpy())
+                f = e.final[t + 1].double().numpy()
+                y.append(f / np.sqrt((f**2).mean()))
+    x, y = np.array(x), np.array(y)
+    white = x @ head.whitening.double().numpy()
+    values = np.linalg.eigvalsh(white.T @ white / len(x))
+    assert values.max() / np.sort(values)[len(values) // 2] < 1.05  # all directions alike
+    moment = white.T @ white / len(x)
+    penalty = 1e-3 * np.trace(moment) / len(moment) * np.eye(len(moment))
+    expected = np.linalg.solve(moment + penalty, white.T @ y / len(x)).T
+    np.testing.assert_allclose(head.fc.weight.detach().numpy(), expected, rtol=0.02, atol=2e-3)
+    before = head.fuse(e.states.transpose(0, 1))
+    head.fold_scale()
+    torch.testing.assert_close(head.fuse(e.states.transpose(0, 1)), before, rtol=1e-3, atol=1e-4)
+
+
 def test_taus_of_a_hand_counted_trace() -> None:
     # rounds of a decode: start at 0, accept 2, go on at 3, accept 0, go on at 4, accept 1
     tau, walk, rows = train.taus([np.array([2, 0, 1, 0, 1, 0])])
