@@ -1,0 +1,1 @@
+"""EAGLE-3 draft heads: data, vocabulary, head, training and the n-gram baselines."""
