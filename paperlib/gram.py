@@ -204,11 +204,13 @@ def bootstrap_weights(units: int, resamples: int, seed: int) -> np.ndarray:
     return np.concatenate([np.ones((1, units)), draws]).astype(np.float64)
 
 
-def norm_outliers(rms: np.ndarray, factor: float = 8.0) -> np.ndarray:
+def norm_outliers(rms: np.ndarray, factor: float = 3.0) -> np.ndarray:
     """[n] bool: tokens whose RMS exceeds ``factor`` x the median of a boundary, at any boundary.
 
     rms [L, n]. These are the massive activations of attention sinks and delimiters; a token that
-    carries a share c of the trace alone bounds S_1 by h(c) + (1 - c) log(r - 1).
+    carries a share c of the trace alone bounds S_1 by h(c) + (1 - c) log(r - 1). On SmolLM2 the
+    RMS of 95 % of the tokens lies within 1.6 x the median at every boundary, and a second mode
+    reaches from 3 x to 13 x at boundaries 3 to 9: a factor of 8 would leave half of it in.
     """
     if not factor > 1:
         raise InputError(f"outlier factor {factor} must exceed 1 (times the boundary's median RMS)")

@@ -255,7 +255,8 @@ def _problem(executed: Path, error: Exception | None) -> str | None:
             return _at(cell, "stopped early", errors[0].ename if errors else f"status {status}")
         for output in cell.outputs:
             if output.get("name") == "stderr":
-                return _at(cell, "wrote to stderr", output.text.strip().splitlines()[-1])
+                lines = [x for x in output.text.splitlines() if x.strip() and x[0] != " "]
+                return _at(cell, "wrote to stderr", (lines or [output.text.strip()])[-1])
     return None
 
 
@@ -321,7 +322,9 @@ class _Report:
         seconds = sum(self.expected[s] for s in waiting)
         if self.current in waiting:
             seconds -= min(time.time() - self.began, self.expected[self.current])
-        return f"about {max(1, round(seconds / 60))} min left" if seconds > 90 else "nearly done"
+        if seconds > 90:
+            return f"about {round(seconds / 60)} min left"
+        return "less than 2 min left" if seconds > 0 else "nearly done"
 
     def advance(self, done: int, cells: int) -> None:
         if self.bar is not None:

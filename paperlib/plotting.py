@@ -17,8 +17,11 @@ from matplotlib.patches import Rectangle
 STYLE = Path(__file__).with_name("paper.mplstyle")
 COLUMN, PAGE = 3.25, 6.75  # inches: one column, full page width
 COLOURS = sns.color_palette("colorblind")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-DASHES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "h")
+DASHES: tuple[Any, ...] = (
+    *("-", "--", ":", "-."),
+    *((0, (6, 1, 1, 1, 1, 1)), (0, (9, 2)), (0, (1, 3)), (0, (3, 3, 1, 3))),
+)
 
 
 @contextmanager
@@ -44,6 +47,14 @@ def lines(
         )
         if band:
             ax.fill_between(part[x], part[band[0]], part[band[1]], color=colour, alpha=0.2, lw=0)
+
+
+def _legend_outside(
+    figure: Figure, ax: Axes, columns: int, place: Any = "outside lower center", **text: Any
+) -> None:
+    """The legend of ``ax``, beside the panels: no data can lie under it."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc=place, ncols=columns, **text)
 
 
 def _panel_letters(axes: Iterable[Axes]) -> None:
@@ -76,7 +87,7 @@ def entropy_depth(frame: pd.DataFrame) -> Figure:
     """frame: measure, tokens, boundary, value, low, high; one panel for each measure."""
     with paper_style():
         measures = list(frame["measure"].unique())
-        figure, axes = plt.subplots(1, len(measures), figsize=(PAGE, 2.3), squeeze=False)
+        figure, axes = plt.subplots(1, len(measures), figsize=(PAGE, 2.5), squeeze=False)
         for ax, measure in zip(axes[0], measures, strict=True):
             part = frame[frame["measure"] == measure]
             lines(ax, part, "boundary", "value", "tokens", band=("low", "high"))
@@ -85,7 +96,7 @@ def entropy_depth(frame: pd.DataFrame) -> Figure:
             ax.set_ylabel("entropy [nats]")
             ax.set_ylim(bottom=0)
         _panel_letters(axes[0])
-        axes[0, 0].legend()
+        _legend_outside(figure, axes[0, 0], columns=4)
     return figure
 
 
@@ -148,7 +159,7 @@ def triple_split(frame: pd.DataFrame) -> Figure:
     with paper_style():
         spacings = list(frame["spacing"].unique())
         figure, axes = plt.subplots(
-            1, len(spacings), figsize=(PAGE, 2.2), sharey=True, squeeze=False
+            1, len(spacings), figsize=(PAGE, 2.4), sharey=True, squeeze=False
         )
         for ax, spacing in zip(axes[0], spacings, strict=True):
             part = frame[frame["spacing"] == spacing]
@@ -180,15 +191,15 @@ def triple_split(frame: pd.DataFrame) -> Figure:
             ax.set_xlabel("middle boundary $b$")
             ax.set_xlim(frame["middle"].min() - 1, frame["middle"].max() + 1)
         axes[0, 0].set_ylabel("entropy [nats]")
-        axes[0, -1].legend(loc="lower right")
         _panel_letters(axes[0])
+        _legend_outside(figure, axes[0, 0], columns=3)
     return figure
 
 
 def triple_landscape(counts: pd.DataFrame, marked: pd.DataFrame) -> Figure:
     """counts: low, high, sets (a histogram of S_2 over all triples). marked: name, set, entropy."""
     with paper_style():
-        figure, ax = plt.subplots(figsize=(COLUMN, 2.3))
+        figure, ax = plt.subplots(figsize=(COLUMN, 2.6))
         ax.bar(
             counts["low"],
             counts["sets"],
@@ -207,7 +218,7 @@ def triple_landscape(counts: pd.DataFrame, marked: pd.DataFrame) -> Figure:
             )
         ax.set_xlabel("collision entropy $S_2$ of the triple [nats]")
         ax.set_ylabel("triples")
-        ax.legend(fontsize=6, loc="upper left")
+        _legend_outside(figure, ax, columns=2, place="outside upper center", fontsize=6)
     return figure
 
 
@@ -218,13 +229,16 @@ def cka_maps(frame: pd.DataFrame, compartments: pd.DataFrame) -> Figure:
     """frame: tokens, estimator, first, second, cka. compartments: tokens, estimator, start, stop
     (boundaries, both ends included). One map for each (tokens, estimator), on a fixed [0, 1]."""
     with paper_style():
-        rows, columns = list(frame["tokens"].unique()), list(frame["estimator"].unique())
+        rows, columns = list(frame["estimator"].unique()), list(frame["tokens"].unique())
         figure, axes = plt.subplots(
-            len(rows), len(columns), figsize=(PAGE * 0.8, 2.55 * len(rows)), squeeze=False
+            len(rows),
+            len(columns),
+            figsize=(PAGE, 0.3 + 6.0 / len(columns) * len(rows)),
+            squeeze=False,
         )
         image: Any = None
-        for r, tokens in enumerate(rows):
-            for c, estimator in enumerate(columns):
+        for r, estimator in enumerate(rows):
+            for c, tokens in enumerate(columns):
                 ax = axes[r, c]
                 part = frame[(frame["tokens"] == tokens) & (frame["estimator"] == estimator)]
                 matrix = part.pivot(index="first", columns="second", values="cka")
@@ -248,7 +262,7 @@ def compartment_stability(changes: pd.DataFrame, numbers: pd.DataFrame) -> Figur
     """changes: boundary, frequency, chosen (bool). numbers: segments, frequency, chosen."""
     with paper_style():
         figure, axes = plt.subplots(
-            1, 2, figsize=(PAGE, 2.1), gridspec_kw={"width_ratios": [2.2, 1]}
+            1, 2, figsize=(PAGE, 2.4), gridspec_kw={"width_ratios": [2.2, 1]}
         )
         for ax, frame, x, label in (
             (axes[0], changes, "boundary", "a compartment begins at boundary"),
@@ -269,11 +283,11 @@ def compartment_stability(changes: pd.DataFrame, numbers: pd.DataFrame) -> Figur
                     label=name,
                 )
             ax.set_xlabel(label)
-            ax.set_ylabel("share of bootstrap resamples")
+            ax.set_ylabel("share of resamples")
             ax.set_ylim(0, 1)
         axes[1].set_xticks(numbers["segments"])
-        axes[0].legend()
         _panel_letters(axes)
+        _legend_outside(figure, axes[0], columns=2)
     return figure
 
 
@@ -329,7 +343,7 @@ def filter_sweep(frame: pd.DataFrame) -> Figure:
     with paper_style():
         measures = list(frame["measure"].unique())
         rows = -(-len(measures) // 3)
-        figure, axes = plt.subplots(rows, 3, figsize=(PAGE, 2.0 * rows), squeeze=False)
+        figure, axes = plt.subplots(rows, 3, figsize=(PAGE, 0.3 + 2.0 * rows), squeeze=False)
         for ax, measure in zip(axes.ravel(), measures, strict=False):
             part = frame[frame["measure"] == measure]
             lines(ax, part, "keep", "value", "tokens", band=("low", "high"))
@@ -340,25 +354,25 @@ def filter_sweep(frame: pd.DataFrame) -> Figure:
         for ax in axes.ravel()[len(measures) :]:
             ax.set_axis_off()
         _panel_letters(axes.ravel()[: len(measures)])
-        axes[0, 0].legend()
+        _legend_outside(figure, axes[0, 0], columns=4)
     return figure
 
 
 def filter_sinks(frame: pd.DataFrame) -> Figure:
     """frame: tokens, keep, massive_share, first_kept."""
     with paper_style():
-        figure, axes = plt.subplots(1, 2, figsize=(PAGE, 2.1))
+        figure, axes = plt.subplots(1, 2, figsize=(PAGE, 2.3))
         for ax, column, label in (
-            (axes[0], "massive_share", "share of the energy in massive tokens"),
-            (axes[1], "first_kept", "share of first positions kept"),
+            (axes[0], "massive_share", "energy held by massive tokens"),
+            (axes[1], "first_kept", "first positions that are kept"),
         ):
             lines(ax, frame, "keep", column, "tokens")
             ax.set_xlabel("share of tokens kept, nothing dropped first")
-            ax.set_ylabel(label)
+            ax.set_ylabel("share")
             ax.set_ylim(0, 1.05)
-        axes[1].legend(loc="lower right")
-        for ax, letter in zip(axes, "ab", strict=True):
-            ax.set_title(f"({letter})", loc="left")
+            ax.set_title(label)
+        _panel_letters(axes)
+        _legend_outside(figure, axes[0], columns=2)
     return figure
 
 
@@ -368,7 +382,7 @@ def filter_sinks(frame: pd.DataFrame) -> Figure:
 def selection_landscape(frame: pd.DataFrame, marked: pd.DataFrame) -> Figure:
     """frame: mean_entropy, mean_cka, set_entropy of all sets. marked: name and the first two."""
     with paper_style():
-        figure, ax = plt.subplots(figsize=(PAGE * 0.72, 3.1))
+        figure, ax = plt.subplots(figsize=(PAGE, 3.1))
         points = ax.scatter(
             frame["mean_entropy"],
             frame["mean_cka"],
@@ -388,11 +402,11 @@ def selection_landscape(frame: pd.DataFrame, marked: pd.DataFrame) -> Figure:
                 markeredgecolor="black",
                 markersize=7,
                 linestyle="none",
-                label=str(row.name),
+                label=str(row.name).replace(" = ", "\n= "),
             )
         ax.set_xlabel("informativeness: mean $S_2$ of the boundaries [nats]")
         ax.set_ylabel("redundancy: mean pair CKA")
-        ax.legend(fontsize=6, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
+        _legend_outside(figure, ax, columns=1, place="outside right upper", fontsize=6)
     return figure
 
 
@@ -401,7 +415,7 @@ def selection_stability(frame: pd.DataFrame) -> Figure:
     with paper_style():
         matrix = frame.pivot(index="method", columns="boundary", values="frequency")
         matrix = matrix.loc[list(frame["method"].unique())]
-        figure, ax = plt.subplots(figsize=(PAGE, 0.6 + 0.19 * len(matrix)))
+        figure, ax = plt.subplots(figsize=(PAGE, max(1.6, 0.6 + 0.19 * len(matrix))))
         image = ax.imshow(matrix.to_numpy(), vmin=0, vmax=1, cmap="cividis", aspect="auto")
         ids = list(matrix.columns)
         ax.set_xticks(range(0, len(ids), 2), ids[::2])
@@ -427,18 +441,18 @@ def selection_stability(frame: pd.DataFrame) -> Figure:
 def set_sizes(frame: pd.DataFrame) -> Figure:
     """frame: k, sets, entropy."""
     with paper_style():
-        figure, ax = plt.subplots(figsize=(COLUMN, 2.2))
+        figure, ax = plt.subplots(figsize=(COLUMN, 2.5))
         lines(ax, frame, "k", "entropy", "sets")
         ax.set_xlabel("boundaries in the set, $k$")
         ax.set_ylabel("$S_2$ of the set [nats]")
-        ax.legend()
+        _legend_outside(figure, ax, columns=2, place="outside upper center")
     return figure
 
 
 def probe_correlations(points: pd.DataFrame, frame: pd.DataFrame) -> Figure:
     """points: set_entropy, r2, kind. frame: criterion, rho, low, high."""
     with paper_style():
-        figure, axes = plt.subplots(1, 2, figsize=(PAGE, 2.5))
+        figure, axes = plt.subplots(1, 2, figsize=(PAGE, 2.7))
         for i, (kind, part) in enumerate(points.groupby("kind", sort=False)):
             axes[0].plot(
                 part["set_entropy"],
@@ -452,7 +466,6 @@ def probe_correlations(points: pd.DataFrame, frame: pd.DataFrame) -> Figure:
         axes[0].set_xlabel("$S_2$ of the set [nats]")
         axes[0].set_ylabel("held-out $R^2$ of the probe")
         axes[0].set_title("each point a set")
-        axes[0].legend()
         rows = np.arange(len(frame))
         axes[1].errorbar(
             frame["rho"],
@@ -469,4 +482,5 @@ def probe_correlations(points: pd.DataFrame, frame: pd.DataFrame) -> Figure:
         axes[1].set_xlabel("Spearman correlation with the probe")
         axes[1].set_title("criteria, 95 % intervals")
         _panel_letters(axes)
+        _legend_outside(figure, axes[0], columns=4)
     return figure

@@ -79,23 +79,23 @@ class LayerSelection(Sample):
 _SAMPLE: dict[str, dict[str, Any]] = {
     "smoke": {"documents": 16, "max_tokens": 64, "resamples": 10},
     "quick": {"documents": 48, "max_tokens": 128, "resamples": 50},
-    "full": {"documents": 256, "max_tokens": 128, "resamples": 200},
+    "full": {"documents": 96, "max_tokens": 128, "resamples": 200},
 }
 for _values in _SAMPLE.values():
     _values |= {"target": "smollm2-135m", "corpus": "openwebtext,wikipedia", "seed": 0}
 
 # what each notebook has besides the sample: smoke, quick, full
 _NOTEBOOKS: dict[str, tuple[Any, dict[str, tuple[int, int, int]]]] = {
-    "01_layer_entropy": (LayerEntropy, {"spectral_resamples": (2, 10, 50)}),
-    "02_concatenation_entropy": (ConcatenationEntropy, {"sampled_tokens": (64, 384, 1536)}),
+    "01_layer_entropy": (LayerEntropy, {"spectral_resamples": (2, 10, 20)}),
+    "02_concatenation_entropy": (ConcatenationEntropy, {"sampled_tokens": (64, 384, 1024)}),
     "03_cka_geometry": (CkaGeometry, {}),
-    "04_token_entropy_filtering": (TokenEntropyFiltering, {"controls": (2, 3, 5)}),
+    "04_token_entropy_filtering": (TokenEntropyFiltering, {"controls": (2, 3, 4)}),
     "05_layer_selection": (
         LayerSelection,
         {
-            "sampled_tokens": (64, 384, 1536),
-            "probe_sets": (6, 60, 200),
-            "probe_dimensions": (16, 96, 288),
+            "sampled_tokens": (64, 384, 1024),
+            "probe_sets": (6, 60, 150),
+            "probe_dimensions": (16, 96, 192),
         },
     ),
 }

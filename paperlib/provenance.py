@@ -68,7 +68,8 @@ def module_file(name: str) -> Path | None:
 def modules(roots: Iterable[str]) -> dict[str, str]:
     """Every paperlib module that ``roots`` import, directly or not -> hash of its code.
 
-    The hash is of the normalised syntax tree: comments, docstrings and layout do not enter.
+    The hash is of the normalised syntax tree: comments, docstrings and layout do not enter. Nor do
+    profiles and the registry of artifacts: each notebook's own part of them is compared by value.
     """
     waiting, found = [name for name in roots], {}
     while waiting:
@@ -80,6 +81,7 @@ def modules(roots: Iterable[str]) -> dict[str, str]:
         own = f"{name}.__init__" if path.name == "__init__.py" else name
         found[name], names = _parsed(path, own, path.stat().st_mtime_ns)
         waiting += [*names, name.rpartition(".")[0]]
+    found.pop("paperlib.profiles", None)
     if found:
         found[_STYLE] = files.sha256(PACKAGE / _STYLE)[:16] if (PACKAGE / _STYLE).is_file() else ""
     return dict(sorted(found.items()))
@@ -89,6 +91,10 @@ def modules(roots: Iterable[str]) -> dict[str, str]:
 def _parsed(path: Path, name: str, mtime: int) -> tuple[str, frozenset[str]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = frozenset(imported(tree, name))
+    if name == "paperlib.artifacts":
+        tree.body = [
+            n for n in tree.body if getattr(getattr(n, "target", 0), "id", "") != "REGISTRY"
+        ]
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and _is_text(body[0]):

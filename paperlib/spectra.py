@@ -21,6 +21,7 @@ from paperlib.errors import InputError
 from paperlib.gram import bootstrap_weights, cells_of, document_units
 
 MAX_SCATTER_BYTES = 2**30  # of the scatters of all units of one boundary
+DRAWS = 16  # resamples whose scatters are summed together
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,11 @@ def spectra(
             x -= x[torch.from_numpy(shell == 0)].mean(dim=0)
         scatter, sums = _scatters(x, cells, counts)
         for q in range(len(levels)):
+            flat = scatter[q].reshape(len(counts[q]), -1)
             for r, w in enumerate(weights):
-                total = torch.einsum("u,uij->ij", w, scatter[q])
+                if r % DRAWS == 0:  # several resamples at once read the scatters once
+                    totals = (weights[r : r + DRAWS] @ flat).view(-1, d, d)
+                total = totals[r % DRAWS]
                 if centred:
                     mean = w @ sums[q]
                     total -= torch.outer(mean, mean) / (w @ counts[q])

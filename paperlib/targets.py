@@ -9,6 +9,7 @@ the LM head on the normed last state gives its logits.
 import contextlib
 import hashlib
 import importlib.metadata
+import io
 import logging
 import os
 import re
@@ -393,7 +394,8 @@ def _quiet() -> Iterator[None]:
     hub_level = hub.level
     hub.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        # some of the loaders' bars heed no switch
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

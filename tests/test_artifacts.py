@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from paperlib import artifacts, files, paths, profiles
 from paperlib.artifacts import Artifact
@@ -366,6 +367,17 @@ def test_current_after_a_run_and_outdated_by_each_cause(root, counted):
     assert reasons() == [f"{artifacts.relative(measured)} is gone"]
 
 
+def test_a_changed_caption_or_title_needs_a_new_run():
+    finished("quick")
+    parameters = profiles.resolve(STEM, "quick")
+    for changed in ({"caption": "Caption"}, {"title": "Another"}):
+        registry = {**REGISTRY, "fig-x": dataclasses.replace(REGISTRY["fig-x"], **changed)}
+        assert artifacts.outdated(STEM, "quick", parameters, registry) == [
+            "fig-x: title or caption changed"
+        ]
+    assert reasons() == []
+
+
 # a folder never holds a mixture
 
 
@@ -484,3 +496,15 @@ def test_declared_artifacts_are_complete(id):
 def test_paths_of_profiles_do_not_overlap():
     folders = [paths.figures(p) for p in profiles.NAMES] + [paths.build("full") / "figures"]
     assert len(set(folders)) == 4
+
+
+def test_the_mark_lies_below_everything_else():
+    run = artifacts.start(STEM, profile="smoke", registry=REGISTRY)
+    figure = drawn()
+    figure.axes[0].set_xlabel("a label")
+    run.figure("fig-x", figure, FRAME)
+    (mark,) = figure.findobj(lambda a: a.get_gid() == "profile-mark")
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    assert mark.get_window_extent(renderer).y1 <= figure.axes[0].get_tightbbox(renderer).y0

@@ -311,7 +311,8 @@ def shared() -> torch.Tensor:
 
 
 def test_peer_cka(shared: torch.Tensor) -> None:
-    peer = pytest.importorskip("cka")
+    import cka as peer
+
     theirs = peer.cka_from_features(shared, shared).numpy()
     ours = linear_cka(table_of(shared.numpy(), debiased=True))
     np.testing.assert_allclose(ours.clip(0, 1), theirs, atol=1e-9)  # theirs are clamped
@@ -423,10 +424,11 @@ def test_number_is_where_most_is_removed_beyond_the_stationary_map(size: int, se
     np.testing.assert_allclose(stationary(cka), drift, atol=1e-12)
     again = compartments(stationary(cka))
     np.testing.assert_allclose(found.drift, again.costs, atol=1e-12)
-    excess = [
-        found.drift[m] / found.drift[0] - found.costs[m] / found.costs[0]
-        for m in range(len(found.costs))
-    ]
+
+    def removed(costs: tuple[float, ...], m: int) -> float:  # 0 where there is no scatter at all
+        return 1 - costs[m] / costs[0] if costs[0] > 0 else 0.0
+
+    excess = [removed(found.costs, m) - removed(found.drift, m) for m in range(len(found.costs))]
     best = max(excess)
     assert found.evidence == pytest.approx(best if best >= 0.02 else 0, abs=1e-9)
     if best >= 0.02:
@@ -457,6 +459,31 @@ def test_a_smooth_drift_has_no_compartments(size: int, decay: float) -> None:
         cut = compartments(cka, segments=3)  # and yet cutting it removes much scatter
         assert cut.cost < 0.7 * found.cost
         assert cut.evidence == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("kernel", ["exponential", "gaussian", "linear"])
+def test_a_drift_at_uneven_speed_has_little_evidence(kernel: str) -> None:
+    """The stationary version is a null of one speed: a smooth path that speeds up or slows down
+    may be cut, but with far less evidence than weak steps of the same map size have."""
+    depth = np.arange(31.0)
+    shape = {
+        "exponential": lambda lag: np.exp(-lag / 8),
+        "gaussian": lambda lag: np.exp(-((lag / 8) ** 2)),
+        "linear": lambda lag: 1 - lag / 40,
+    }[kernel]
+    paths = {
+        "accelerating": depth**2 / 30,
+        "decelerating": np.sqrt(30 * depth),
+        "slow at both ends": 15 * (1 - np.cos(np.pi * depth / 30)),
+        "slow in the middle": 15 + (depth - 15) ** 3 / 225,
+    }
+    steps = compartments(blocks([3, 7, 13, 8], inside=0.95, outside=0.85))
+    assert steps.starts == (3, 10, 23)
+    found = {
+        name: compartments(shape(np.abs(np.subtract.outer(at, at)))) for name, at in paths.items()
+    }
+    assert max(f.evidence for f in found.values()) < steps.evidence / 2
+    assert len(found["slow at both ends"].segments) > 1  # so segments alone are no proof of steps
 
 
 def test_two_drifting_parts_are_still_two() -> None:
@@ -523,6 +550,15 @@ def test_stability_over_resampled_maps() -> None:
     np.testing.assert_allclose(exact, np.isin(np.arange(16), [5]) + 0.25 * (np.arange(16) == 11))
     _, fixed = compartment_stability(maps, segments=4)
     assert fixed == {4: 1.0}
+
+
+def test_no_compartment_begins_at_the_first_position() -> None:
+    """A change at 1 is near 2 and 3 at a tolerance of 2, and near no position before 1."""
+    near, numbers = compartment_stability(
+        [blocks([1, 7], outside=0.1)], tolerance=2, min_length=1, segments=2
+    )
+    np.testing.assert_array_equal(near, [0, 1, 1, 1, 0, 0, 0, 0])
+    assert numbers == {2: 1.0}
 
 
 def test_stability_tells_a_drift_from_compartments() -> None:

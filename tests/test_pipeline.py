@@ -411,4 +411,6 @@ def test_time_left_counts_what_is_still_to_run():
     report.done["a"] = "made"
     assert report.left() == "about 5 min left"
     report.current, report.began = "b", time.time() - 240
+    assert report.left() == "less than 2 min left"
+    report.began = time.time() - 1000
     assert report.left() == "nearly done"

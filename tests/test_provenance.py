@@ -71,6 +71,18 @@ def test_a_string_that_is_a_value_counts(package):
     assert provenance.modules(["paperlib.d"]) != before
 
 
+def test_profiles_and_registry_are_compared_by_value_instead(package):
+    package("profiles.py", "X = 1\n")
+    package("artifacts.py", "from paperlib import profiles\nREGISTRY: dict = {1: 2}\nY = 1\n")
+    before = provenance.modules(["paperlib.artifacts"])
+    assert set(before) == {"paperlib", "paperlib.artifacts", provenance._STYLE}
+    package("profiles.py", "X = 2\n")
+    package("artifacts.py", "from paperlib import profiles\nREGISTRY: dict = {3: 4}\nY = 1\n")
+    assert provenance.modules(["paperlib.artifacts"]) == before
+    package("artifacts.py", "from paperlib import profiles\nREGISTRY: dict = {3: 4}\nY = 2\n")
+    assert provenance.modules(["paperlib.artifacts"]) != before
+
+
 def test_first_notebook_does_not_depend_on_cka():
     """Changing cka.py must leave the entropy notebook current."""
     found = provenance.modules(["paperlib.artifacts", "paperlib.plotting", "paperlib.gram"])

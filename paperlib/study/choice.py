@@ -63,29 +63,42 @@ def table_methods(gram: GramStatistics) -> dict[str, Callable[..., Selection]]:
     return {**METHODS, "one-per-compartment": by_compartment}
 
 
-def choices(grams: dict[str, GramStatistics], level: dict[str, int]) -> pd.DataFrame:
+def choices(run: Run, masks: dict[str, tuple[GramStatistics, int]]) -> pd.DataFrame:
     """The set of every method on the debiased table of every filter, with bootstrap stability.
 
-    grams: filter name -> statistics, level: filter name -> which of its masks.
+    masks: filter name -> statistics and which of its masks. Columns: filter, method, boundaries,
+    share (of resamples that agree within one boundary), stable, frequency (of each boundary).
     """
-    rows = []
-    for name, gram in grams.items():
-        q = level[name]
-        table = gram.table(q, debiased=True)
-        resampled = gram.resampled(q, debiased=True)
-        limits = limits_of(gram.boundaries[-1])
-        for method, function in table_methods(gram).items():
-            found = stability(table, resampled, function, K, constraints=limits, tolerance=1)
-            rows.append(
-                {
-                    "filter": name,
-                    "method": method,
-                    "boundaries": found.selection.layers.boundaries,
-                    "share": found.share,
-                    "stable": found.stable,
-                    "frequency": found.boundaries,
-                }
-            )
+
+    def compute(out: Path) -> None:
+        rows = []
+        for name, (gram, q) in masks.items():
+            table, resampled = gram.table(q, debiased=True), gram.resampled(q, debiased=True)
+            limits = limits_of(gram.boundaries[-1])
+            for method, function in table_methods(gram).items():
+                found = stability(table, resampled, function, K, constraints=limits, tolerance=1)
+                rows.append(
+                    {
+                        "filter": name,
+                        "method": method,
+                        "boundaries": list(found.selection.layers),
+                        "share": found.share,
+                        "stable": found.stable,
+                        "frequency": list(found.boundaries.values()),
+                    }
+                )
+        files.write_json(out, rows)
+
+    p = run.parameters
+    key = {
+        **source_key(p),
+        "resamples": p.resamples,
+        "masks": {name: gram.levels[q] for name, (gram, q) in masks.items()},
+        "methods": [*METHODS, "one-per-compartment"],
+    }
+    rows = json.loads(run.measured("choices", key, compute, suffix=".json").read_text())
+    for row in rows:
+        row["boundaries"] = tuple(row["boundaries"])
     return pd.DataFrame(rows)
 
 
@@ -315,9 +328,9 @@ def correlation_frame(
     scores = probe["scores"]
     at = np.array([[table.boundaries.index(b) for b in s.boundaries] for s in scores])
     criteria = {
-        "S_2 of the set": s2(table)(at),
-        "S_2, filtered tokens": s2(filtered)(at),
-        "mean S_2": CRITERIA["entropy"](table)(at),
+        "$S_2$ of the set": s2(table)(at),
+        "$S_2$, filtered tokens": s2(filtered)(at),
+        "mean $S_2$": CRITERIA["entropy"](table)(at),
         "minus mean CKA": CRITERIA["cka"](table)(at),
         "mRMR difference": CRITERIA["mrmr-difference"](table)(at),
         "DPP": CRITERIA["dpp"](table)(at),
@@ -339,7 +352,7 @@ def frequency_frame(chosen: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for row in chosen.itertuples():
         name = str(row.method) if row.filter == "none" else f"{row.method}, {row.filter}"
-        for boundary, frequency in row.frequency.items():
+        for boundary, frequency in enumerate(row.frequency):
             rows.append([name, boundary, frequency, boundary in row.boundaries])
     return pd.DataFrame(rows, columns=["method", "boundary", "frequency", "chosen"])
 

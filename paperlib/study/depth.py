@@ -8,38 +8,38 @@ import pandas as pd
 
 from paperlib import files
 from paperlib.entropy import collision_entropy, per_prompt_entropy
-from paperlib.filtering import usable_tokens
 from paperlib.gram import GramStatistics, norm_outliers
 from paperlib.spectra import Spectra, spectra
-from paperlib.study.source import MASKS, Run, source_key, states_of, target_of
+from paperlib.study.source import FACTORS, MASKS, Run, mask_levels, source_key, states_of, target_of
 
 
 def layer_spectra(run: Run) -> Spectra:
-    """Spectra of every boundary, for both masks, with document bootstraps of S_1."""
+    """Spectra of every boundary, for every mask, with document bootstraps of S_1."""
     p = run.parameters
 
     def compute(out: Path) -> None:
         states = states_of(p)
         spectra(
             states,
-            np.where(usable_tokens(states), 0, 1),
+            mask_levels(states),
             levels=MASKS,
             resamples=p.spectral_resamples,
             seed=p.seed,
         ).save(out)
 
-    key = {**source_key(p), "resamples": p.spectral_resamples}
+    key = {**source_key(p), "masks": FACTORS, "resamples": p.spectral_resamples}
     return Spectra.load(run.measured("layer-spectra", key, compute))
 
 
 def document_entropies(run: Run) -> np.ndarray:
-    """[2 masks, L, documents] S_1 of each document by itself, in nats."""
+    """[masks, L, documents] S_1 of each document by itself, in nats."""
     p = run.parameters
 
     def compute(out: Path) -> None:
         states = states_of(p)
         values = []
-        for mask in (usable_tokens(states), np.ones(states.tokens, dtype=bool)):
+        level = mask_levels(states)
+        for mask in (level <= q for q in range(len(MASKS))):
             per_layer = [
                 per_prompt_entropy(layer[mask].double(), states.document[mask])
                 for layer in states.states
@@ -48,7 +48,8 @@ def document_entropies(run: Run) -> np.ndarray:
         with files.replacing(out) as temporary, open(temporary, "wb") as stream:
             np.savez_compressed(stream, entropy=np.stack(values))
 
-    with np.load(run.measured("document-entropies", source_key(p), compute)) as archive:
+    key = {**source_key(p), "masks": FACTORS}
+    with np.load(run.measured("document-entropies", key, compute)) as archive:
         return archive["entropy"]
 
 
@@ -73,9 +74,9 @@ def entropy_frame(
     for level, tokens in enumerate(MASKS):
         each = documents[level]  # [L, documents]
         picks = rng.integers(each.shape[1], size=(1000, each.shape[1]))
-        means = each[:, picks].mean(axis=2)  # [L, 1000]
+        means = np.nanmean(each[:, picks], axis=2)  # [L, 1000]
         low, high = np.quantile(means, (0.025, 0.975), axis=1)
-        add("$S_1$, mean over documents", tokens, each.mean(axis=1), low, high)
+        add("$S_1$, mean over documents", tokens, np.nanmean(each, axis=1), low, high)
     return pd.concat(rows, ignore_index=True)
 
 

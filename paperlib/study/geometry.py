@@ -68,3 +68,16 @@ def segment_frames(gram: GramStatistics) -> tuple[pd.DataFrame, pd.DataFrame, fl
         }
     )
     return changes, counts, found.evidence
+
+
+def evidence_frame(gram: GramStatistics, masks: tuple[str, ...]) -> pd.DataFrame:
+    """How much more scatter the compartments remove than a drift would, debiased, for every mask,
+    over all boundaries and over the inner ones: the ends are near-singletons that no segment of two
+    can hold apart, so the rule is sensitive to them."""
+    rows = []
+    for level, tokens in enumerate(masks):
+        cka = linear_cka(gram.table(level, debiased=True))
+        for name, part in (("all", cka), ("inner", cka[1:-1, 1:-1])):
+            found = compartments(part)
+            rows.append([tokens, name, len(found.segments), found.evidence])
+    return pd.DataFrame(rows, columns=["tokens", "boundaries", "compartments", "evidence"])

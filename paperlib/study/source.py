@@ -10,13 +10,15 @@ import torch
 
 from paperlib import files, paths
 from paperlib.capture import TokenStates, capture_states
-from paperlib.corpora import Document, load_corpus, tokenize
+from paperlib.corpora import Document, load_corpus, source_fingerprint, tokenize
 from paperlib.errors import InputError
 from paperlib.filtering import usable_tokens
 from paperlib.gram import GramStatistics, gram_statistics
 from paperlib.targets import Target, load_target, target_fingerprint
 
-MASKS = ("sinks dropped", "all tokens")
+# nested token masks: what is dropped by its RMS, in units of the boundary's median
+FACTORS = {"above 3x dropped": 3.0, "above 8x dropped": 8.0}
+MASKS = (*FACTORS, "all tokens")
 
 
 class Run(Protocol):
@@ -33,7 +35,7 @@ def source_key(p: Any) -> dict[str, Any]:
     """What the states depend on; every measured result has it in its key."""
     return {
         "target": target_fingerprint(p.target),
-        "corpora": [load_corpus(name).fingerprint for name in corpus_names(p.corpus)],
+        "corpora": [source_fingerprint(name) for name in corpus_names(p.corpus)],
         "documents": p.documents,
         "max_tokens": p.max_tokens,
         "seed": p.seed,
@@ -69,20 +71,28 @@ def states_of(p: Any) -> TokenStates:
     return capture_states(target_of(p.target), documents_of(p), folder)
 
 
+def mask_levels(states: TokenStates) -> np.ndarray:
+    """[n] index into MASKS of the narrowest mask that holds each token."""
+    level = np.full(states.tokens, len(FACTORS))
+    for i, factor in reversed(list(enumerate(FACTORS.values()))):
+        level[usable_tokens(states, outlier_factor=factor)] = i
+    return level
+
+
 def layer_gram(run: Run) -> GramStatistics:
-    """The table of all boundaries for both masks, with document bootstraps."""
+    """The table of all boundaries for every mask, with document bootstraps."""
     p = run.parameters
 
     def compute(out: Path) -> None:
         states = states_of(p)
         gram_statistics(
             states,
-            np.where(usable_tokens(states), 0, 1),
+            mask_levels(states),
             levels=MASKS,
             resamples=p.resamples,
             seed=p.seed,
             dtype=torch.float32,
         ).save(out)
 
-    key = {**source_key(p), "resamples": p.resamples}
+    key = {**source_key(p), "masks": FACTORS, "resamples": p.resamples}
     return GramStatistics.load(run.measured("layer-gram", key, compute))
