@@ -214,6 +214,8 @@ def test_choice_keeps_evaluation_prompts_out(tmp_path: Path) -> None:
     ]
 
     class Words:
+        is_fast = True
+
         def __call__(self, text: str, **_: Any) -> Any:
             spans, ids, at = [], [], 0
             for word in text.split(" "):
