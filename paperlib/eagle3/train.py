@@ -58,6 +58,7 @@ class TrainConfig:
     norm_start: float = 0.3  # initial final norm, as a share of the target's
     whiten: float = 0.0  # shrinkage of the whitening of fc's input; 0: none
     ridge_start: float = 0.0  # fc starts at ridge regression with this penalty; 0: at random
+    embedding_start: bool = False  # attention starts as the regression's map of the embedding
     evaluate_every: int = 500  # optimiser steps
     checkpoint_every: int = 200
 
@@ -598,7 +599,11 @@ def condition(
     regression from whitened states at t to the target's final state at t + 1, brought to RMS 1.
     Both use the first ``limit`` response rows of ``chosen`` and are folded away in the end.
     """
-    inputs, outputs, seen = [], [], 0
+    if options.embedding_start and not options.ridge_start:
+        raise InputError("embedding_start is a part of the regression: set ridge_start, too")
+    if options.ridge_start and head.config.hidden_size != head.config.target_hidden_size:
+        raise InputError("ridge_start needs a head of the target's width")
+    inputs, outputs, embeds, seen = [], [], [], 0
     for i in chosen:
         e = examples.get(i, head.config.boundaries)
         rows = torch.nonzero(e.response)[:, 0][:-1]  # t + 1 in the response
@@ -607,6 +612,8 @@ def condition(
         inputs.append(x.transpose(0, 1).flatten(1))  # [r, A Ht]
         y = e.final[rows + 1].float()
         outputs.append(y / y.square().mean(-1, keepdim=True).sqrt())
+        known = head.embed_tokens(e.tokens[rows + 1].to(head.scale.device)).cpu().float()
+        embeds.append(nn.functional.rms_norm(known, known.shape[-1:], eps=1e-5))
         seen += len(rows)
         if seen >= limit:
             break
@@ -620,11 +627,62 @@ def condition(
         head.whitening = ((vectors * gain) @ vectors.T).to(head.fc.weight)
     else:
         gain = torch.ones_like(values)
-    if options.ridge_start:
-        values = values.clamp(min=0) * gain.square()  # the moment of the whitened input
-        inverse = (vectors / (values + options.ridge_start * values.mean())) @ vectors.T
-        cross = ((vectors * gain) @ vectors.T) @ ((x.T @ y).double() / len(x))  # [A Ht, Ht]
-        head.fc.weight.copy_((inverse @ cross).T)
+    if not options.ridge_start:
+        return
+    width = x.shape[1]
+    x = x @ ((vectors * gain) @ vectors.T).float()
+    if options.embedding_start:
+        known = torch.cat(embeds)
+        solution = _ridge(torch.cat([x, known], dim=1), y, options.ridge_start)  # [A Ht + H, Ht]
+        _attend_to_self(head, known, solution[width:].T)
+    else:
+        solution = _ridge(x, y, options.ridge_start)
+    head.fc.weight.copy_(solution[:width].T)
+
+
+def _ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
+    """[p, q] argmin |x w - y|^2 / n + penalty * (mean square of x) * |w|^2."""
+    moment = (x.T @ x).double() / len(x)
+    moment.diagonal().add_(penalty * moment.diagonal().mean())
+    return torch.linalg.solve(moment, (x.T @ y).double() / len(x)).float()
+
+
+SELF_SCORE = 40.0  # attention score of a row with itself at the start
+SELF_PAIRS = 4  # fastest RoPE pairs that carry it: the score falls off within a token or two
+
+
+@torch.no_grad()
+def _attend_to_self(head: DraftHead, embeds: Tensor, linear: Tensor) -> None:
+    """Start attention as ``linear`` [H, H] of a row's own normalised token embedding.
+
+    The embedding reaches the output through attention alone. A direction w with w . e = 1 for
+    almost every token gives queries and keys a constant part; in the fastest RoPE pairs its score
+    is largest at distance 0. Values and output then hold the best map of the rank that the value
+    heads allow. The MLP starts at nothing.
+    """
+    attention, c = head.midlayer.self_attn, head.config
+    if c.qk_norm:
+        raise InputError("embedding_start: query and key norms bound the scores; leave it off")
+    h, d = c.hidden_size, c.head_dim
+    constant = _ridge(embeds, embeds.new_ones(len(embeds), 1), 1e-3)[:, 0]
+    size = math.sqrt(SELF_SCORE * math.sqrt(d) / SELF_PAIRS)
+    for weight in (attention.q_proj.weight, attention.k_proj.weight):
+        for rows in weight.split(d):
+            rows[:SELF_PAIRS] = 0
+            rows[:SELF_PAIRS, :h] = size * constant.to(weight)
+    left, scale, right = torch.linalg.svd(linear)
+    rank, group = c.num_key_value_heads * d, c.num_attention_heads // c.num_key_value_heads
+    rank = min(rank, h)
+    root = scale[:rank].sqrt()
+    attention.v_proj.weight.zero_()
+    attention.v_proj.weight[:rank, :h] = (root[:, None] * right[:rank]).to(head.fc.weight)
+    attention.o_proj.weight.zero_()
+    columns = (left[:, :rank] * root / group).to(head.fc.weight)  # one head of each group's
+    for j, part in enumerate(columns.split(d, dim=1)):
+        for m in range(group):
+            at = (j * group + m) * d
+            attention.o_proj.weight[:, at : at + part.shape[1]] = part
+    head.midlayer.mlp.down_proj.weight.zero_()
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,8 @@ def test_choice_keeps_evaluation_prompts_out(tmp_path: Path) -> None:
 
     class Words:
         is_fast = True
+        all_special_ids = ()
+        unk_token_id = bos_token_id = None
 
         def __call__(self, text: str, **_: Any) -> Any:
             spans, ids, at = [], [], 0

@@ -213,6 +213,40 @@ def test_conditioning_whitens_and_starts_at_the_regression() -> None:
     torch.testing.assert_close(head.fuse(e.states.transpose(0, 1)), before, rtol=1e-3, atol=1e-4)
 
 
+def test_embedding_start_is_the_regression_on_states_and_embedding() -> None:
+    """With all ranks available and one token in sight, the head's output is the regression."""
+    target = tiny_target()
+    data = cached(conversations(target, 12, response=30), BOUNDARIES)
+    vocab = frequent(np.ones(target.vocab_size, dtype=int), target.vocab_size)
+    options = train.TrainConfig(whiten=1e-3, ridge_start=1e-2, embedding_start=True)
+    config = config_for(target, BOUNDARIES, vocab.size, num_key_value_heads=4)
+    head = train.build_head(target, config, vocab, options, data.median_rms(BOUNDARIES))
+    train.condition(head, data, range(12), options)
+    unit = lambda v: v / v.square().mean(-1, keepdim=True).sqrt()  # noqa: E731
+    x, y = [], []
+    for i in range(12):
+        e = data.get(i, BOUNDARIES)
+        t = torch.nonzero(e.response)[:-1, 0] - 1
+        white = (e.states[:, t] * head.scale[:, None, None]).transpose(0, 1).flatten(1)
+        normed = head.midlayer.input_layernorm(head.embed_tokens(e.tokens[t + 1])).detach()
+        x.append(torch.cat([white @ head.whitening, normed], 1))
+        y.append(unit(e.final[t + 1]))
+    x, y = torch.cat(x).double(), torch.cat(y).double()
+    moment = x.T @ x / len(x)
+    penalty = 1e-2 * moment.diagonal().mean() * torch.eye(len(moment))
+    expected = x @ torch.linalg.solve(moment + penalty, x.T @ y / len(x))
+    found = []
+    for i in range(12):
+        e = data.get(i, BOUNDARIES)
+        t = torch.nonzero(e.response)[:-1, 0] - 1
+        states = e.states[:, t].transpose(0, 1)
+        h, _, _ = head.extend(e.tokens[t + 1][:, None], head.fuse(states)[:, None], t[:, None])
+        found.append(h[:, 0])
+    torch.testing.assert_close(torch.cat(found).double(), expected, rtol=0.02, atol=0.02)
+    with pytest.raises(InputError, match="ridge_start"):
+        train.condition(head, data, range(12), train.TrainConfig(embedding_start=True))
+
+
 def test_taus_of_a_hand_counted_trace() -> None:
     # rounds of a decode: start at 0, accept 2, go on at 3, accept 0, go on at 4, accept 1
     tau, walk, rows = train.taus([np.array([2, 0, 1, 0, 1, 0])])
