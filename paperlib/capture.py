@@ -15,7 +15,7 @@ reach a real token, and its rows are never stored.
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from paperlib.targets import Target
 
 FORMAT = "paperlib-capture-1"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOGIT_ROWS = 64  # rows whose vocabulary-sized logits exist at one time
+LOGIT_ROWS = 128  # rows whose vocabulary-sized logits exist at one time
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,18 @@ def capture_states(
         desc="capture",
         disable=None if progress else True,
     )
-    with bar, torch.inference_mode(), _Taps(target, chosen) as taps:
+    batch: list[int] = []
+    final: list[Tensor] = []
+    row_of = {b: row for row, b in enumerate(chosen)}
+
+    def receive(boundary: int, state: Tensor) -> None:
+        # written at once, so that the model reuses the memory of its states
+        if boundary in row_of:
+            writer.put(batch, row_of[boundary], state)
+        if boundary == target.num_layers:
+            final[:] = [state]
+
+    with bar, torch.inference_mode(), _Taps(target, chosen, receive):
         for batch in pending:
             rows = [documents[i].input_ids for i in batch]
             width = max(map(len, rows))
@@ -132,11 +143,9 @@ def capture_states(
             # No attention mask: every real token sees exactly the tokens to its left.
             target.model.base_model(input_ids=ids.to(target.device), use_cache=False)
             real = torch.arange(width) < torch.tensor([[len(row)] for row in rows])
-            final = taps.states[target.num_layers]
-            entropy = predictive_entropy(target, final[real.to(final.device)])
-            writer.put(batch, [taps.states[b] for b in chosen], entropy)
-            taps.states.clear()
-            writer.commit(batch)
+            rows_of_n = final.pop()
+            entropy = predictive_entropy(target, rows_of_n[real.to(rows_of_n.device)])
+            writer.commit(batch, entropy)
             bar.update(sum(map(len, rows)))
     writer.finish(out)
     return open_states(out)
@@ -148,10 +157,12 @@ def predictive_entropy(target: Target, prenorm: Tensor) -> Tensor:
     The [n, V] logits exist for ``LOGIT_ROWS`` rows at a time.
     """
     pieces = []
+    size = min(LOGIT_ROWS, len(prenorm)), target.vocab_size
+    memory = [prenorm.new_empty(size), torch.empty(size, device=prenorm.device)]
     for rows in prenorm.split(LOGIT_ROWS):
-        logits = target.logits_from_prenorm(rows).float()  # [m, V]
+        logits = target.logits_from_prenorm(rows, out=memory[0][: len(rows)]).float()  # [m, V]
         logits -= logits.amax(dim=-1, keepdim=True)
-        weights = logits.exp()
+        weights = torch.exp(logits, out=memory[1][: len(rows)])
         total = weights.sum(dim=-1)
         # H = log Z - E[z]; torch.linalg.vecdot reads both operands once
         mean = torch.linalg.vecdot(weights, logits) / total
@@ -235,20 +246,22 @@ def _batches(documents: Sequence[Document], batch_tokens: int) -> list[list[int]
 
 
 class _Taps:
-    """Forward hooks that hold the residual stream at the chosen boundaries (and at N)."""
+    """Forward hooks that hand over the residual stream at the chosen boundaries (and at N)."""
 
-    def __init__(self, target: Target, boundaries: Sequence[int]) -> None:
+    def __init__(
+        self, target: Target, boundaries: Sequence[int], receive: Callable[[int, Tensor], None]
+    ) -> None:
         self.target = target
         self.boundaries = {*boundaries, target.num_layers}
-        self.states: dict[int, Tensor] = {}
+        self.receive = receive
 
     def __enter__(self) -> "_Taps":
         def before(module: Any, args: tuple, kwargs: dict) -> None:
-            self.states[0] = args[0] if args else kwargs["hidden_states"]
+            self.receive(0, args[0] if args else kwargs["hidden_states"])
 
         def after(boundary: int) -> Any:
             def keep(module: Any, args: tuple, output: Any) -> None:
-                self.states[boundary] = output[0] if isinstance(output, tuple) else output
+                self.receive(boundary, output[0] if isinstance(output, tuple) else output)
 
             return keep
 
@@ -296,19 +309,15 @@ class _Writer:
             partial / "entropy.npy", mode=mode, dtype=np.float64, shape=(shape[1],)
         )
 
-    def put(self, batch: Sequence[int], states: Sequence[Tensor], entropy: Tensor) -> None:
-        """states: [rows, width, d] of each boundary; entropy: of the real tokens, row by row."""
+    def put(self, batch: Sequence[int], b: int, state: Tensor) -> None:
+        """state [rows, width, d] of the b-th boundary asked for; padding is left behind."""
         size = self.request["hidden_size"]
-        for b, state in enumerate(states):
-            rms = torch.linalg.vector_norm(state, dim=-1, dtype=torch.float32) / size**0.5
-            rms, state = rms.cpu(), state.to(self.dtype).cpu()
-            for r, i in enumerate(batch):
-                where = slice(self.starts[i], self.starts[i + 1])
-                self._write(state[r, : self.lengths[i]], b, self.starts[i])
-                self.rms[b, where] = rms[r, : self.lengths[i]].numpy()
-        pieces = entropy.split(self.lengths[batch].tolist())
-        for i, piece in zip(batch, pieces, strict=True):
-            self.entropy[self.starts[i] : self.starts[i + 1]] = piece.numpy()
+        rms = torch.linalg.vector_norm(state, dim=-1, dtype=torch.float32) / size**0.5
+        rms, state = rms.cpu(), state.to(self.dtype).cpu()
+        for r, i in enumerate(batch):
+            where = slice(self.starts[i], self.starts[i + 1])
+            self._write(state[r, : self.lengths[i]], b, self.starts[i])
+            self.rms[b, where] = rms[r, : self.lengths[i]].numpy()
 
     def _write(self, state: Tensor, b: int, start: int) -> None:
         """pwrite: an order of magnitude cheaper than page faults in a fresh memory map."""
@@ -319,8 +328,14 @@ class _Writer:
             written = os.pwrite(self.states.fileno(), data, offset)
             data, offset = data[written:], offset + written
 
-    def commit(self, batch: Sequence[int]) -> None:
-        """Mark documents as done. The page cache survives a killed process, so no fsync."""
+    def commit(self, batch: Sequence[int], entropy: Tensor) -> None:
+        """Keep the entropies of the real tokens, row by row, and mark the documents as done.
+
+        The page cache survives a killed process, so no fsync.
+        """
+        pieces = entropy.split(self.lengths[batch].tolist())
+        for i, piece in zip(batch, pieces, strict=True):
+            self.entropy[self.starts[i] : self.starts[i + 1]] = piece.numpy()
         self.done[batch] = True
         with files.replacing(self.partial / "done.npy") as temporary, open(temporary, "wb") as f:
             np.save(f, self.done)

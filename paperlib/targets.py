@@ -99,9 +99,18 @@ class Target:
         base = self.model.base_model
         return base.decoder if hasattr(base, "decoder") else base
 
-    def logits_from_prenorm(self, states: Tensor) -> Tensor:
-        """[..., d] states at boundary N (before the final norm) -> [..., V] logits."""
-        logits = self.lm_head(self.final_norm(states))
+    def logits_from_prenorm(self, states: Tensor, out: Tensor | None = None) -> Tensor:
+        """[..., d] states at boundary N (before the final norm) -> [..., V] logits.
+
+        out: memory [m, V] to write the logits of states [m, d] to, where the head is a plain linear
+        map; fresh memory of that size costs as much as the product.
+        """
+        head, normed = self.lm_head, self.final_norm(states)
+        plain = type(head) is nn.Linear and head.bias is None and not hasattr(head, "_hf_hook")
+        if out is not None and plain and out.dtype == normed.dtype == head.weight.dtype:
+            logits = torch.mm(normed, head.weight.T, out=out)
+        else:
+            logits = head(normed)
         cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
 

@@ -156,9 +156,9 @@ def test_a_killed_run_is_taken_up(target, tmp_path) -> None:
         from tests.test_capture import documents
         count = 0
         commit = capture._Writer.commit
-        def and_die(self, batch):
+        def and_die(self, batch, entropy):
             global count
-            commit(self, batch)
+            commit(self, batch, entropy)
             count += 1
             if count == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
