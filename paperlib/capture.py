@@ -15,6 +15,7 @@ reach a real token, and its rows are never stored.
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,8 @@ def capture_states(
         raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if not documents:
         raise InputError("no documents to capture: the corpus is empty after tokenisation")
+    for document in documents:
+        _check(document, target)
     request = {
         "format": FORMAT,
         "target": target.name,
@@ -187,9 +190,14 @@ def open_states(path: Path) -> TokenStates:
     if not isinstance(provenance, dict) or provenance.get("format") != FORMAT:
         found = provenance.get("format") if isinstance(provenance, dict) else type(provenance)
         raise InputError(f"{record}: format {found!r}, expected {FORMAT!r}; capture again")
-    boundaries = tuple(provenance["boundaries"])
-    dtype = DTYPES[provenance["dtype"]]
-    shape = (len(boundaries), provenance["tokens"], provenance["hidden_size"])
+    try:
+        boundaries = tuple(provenance["boundaries"])
+        documents = tuple(provenance["documents"])
+        num_layers = provenance["num_layers"]
+        dtype = DTYPES[provenance["dtype"]]
+        shape = (len(boundaries), provenance["tokens"], provenance["hidden_size"])
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{record}: {error} is missing or unknown; capture again") from error
     expected = int(np.prod(shape)) * dtype.itemsize
     actual = (path / "states.bin").stat().st_size if (path / "states.bin").is_file() else -1
     if actual != expected:
@@ -205,27 +213,55 @@ def open_states(path: Path) -> TokenStates:
         rms = np.load(path / "rms.npy", allow_pickle=False)
         with np.load(path / "tokens.npz", allow_pickle=False) as archive:
             facts = {name: archive[name] for name in ("document", "position", "token", "special")}
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"{path}: damaged capture ({error}); capture again") from error
     for name, values in {**facts, "entropy": entropy, "rms": rms.T}.items():
         if len(values) != shape[1]:
             raise InputError(f"{path}: {name} holds {len(values)} tokens, expected {shape[1]}")
+    if len(rms) != shape[0] or facts["document"].max() >= len(documents):
+        raise InputError(
+            f"{path}: boundaries or documents are not those of capture.json; capture again"
+        )
     return TokenStates(
         path=path,
         boundaries=boundaries,
-        num_layers=provenance["num_layers"],
+        num_layers=num_layers,
         states=states,
         rms=rms,
         entropy=entropy,
-        documents=tuple(provenance["documents"]),
+        documents=documents,
         provenance=provenance,
         **facts,
     )
 
 
+def _check(document: Document, target: Target) -> None:
+    """Refuse what would stop the run half-way."""
+    ids = document.input_ids
+    if not ids or len(ids) != len(document.special):
+        raise InputError(
+            f"document {document.id}: {len(ids)} tokens and {len(document.special)} special marks, "
+            "expected as many, and at least one"
+        )
+    rows = target.embed_tokens.weight.shape[0]
+    if min(ids) < 0 or max(ids) >= rows:
+        raise InputError(
+            f"document {document.id} holds a token outside 0..{rows - 1}, the embeddings of "
+            f"{target.name}: is it from another tokenizer?"
+        )
+    config = target.model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and len(ids) > longest:
+        raise InputError(
+            f"document {document.id} has {len(ids)} tokens, but {target.name} takes at most "
+            f"{longest}: lower max_tokens"
+        )
+
+
 def _same_request(found: dict[str, Any], request: dict[str, Any], path: Path) -> None:
+    """The fingerprint tells targets apart; the name may be another path to the same folder."""
     for name, value in request.items():
-        if found.get(name) != value:
+        if name != "target" and found.get(name) != value:
             raise InputError(
                 f"{path} already holds a capture with {name} = {found.get(name)!r}, "
                 f"asked for {value!r}: choose another folder or delete this one"

@@ -5,6 +5,7 @@ of the token mask and per bootstrap resample of documents. Boundary by boundary,
 of every unit of documents is formed once and resamples are sums of these.
 """
 
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ class Spectra:
                     eigenvalues=archive["eigenvalues"],
                     s1=archive["s1"],
                 )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise InputError(f"{path}: not a file of spectra ({error})") from error
 
 
@@ -94,6 +95,11 @@ def spectra(
     for where, u, q in cells:
         counts[q, u] += where.stop - where.start
     counts = counts.cumsum(dim=0)  # [Q, U]
+    if (weights @ counts[0] < 2).any():
+        raise InputError(
+            f"mask {levels[0]!r}: a resample of the documents draws fewer than 2 of its tokens; "
+            "use more documents, or resamples = 0"
+        )
     size, rank = len(states.boundaries), min(d, len(index))
     eigenvalues = np.zeros((len(levels), size, rank))
     s1 = np.zeros((len(levels), 1 + resamples, size))

@@ -16,10 +16,12 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from paperlib import files, paths
@@ -188,17 +190,15 @@ def load_target(
     with _quiet():
         config = _config(name, source)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                source, config=config, dtype=dtype, device_map=device_map
-            )
-        except (OSError, ValueError, RuntimeError) as error:
+            model = _whole_model(source, config=config, dtype=dtype, device_map=device_map)
+            if device_map is None:
+                model.to(device)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise InputError(f"{name}: the model cannot be loaded: {_line(error)}") from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError, KeyError, TypeError):
             tokenizer = None
-    if device_map is None:
-        model.to(device)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)
     target = Target(name, model, tokenizer, fingerprint)
     _try_out(target)
@@ -263,18 +263,31 @@ def _config(name: str, source: str) -> Any:
     return config
 
 
+def _whole_model(source: str, **options: Any) -> Any:
+    """transformers fills weights that are missing with random numbers; here they are an error."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    model, found = loaded
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ValueError(f"{len(missing)} of its weights are missing, such as {missing[0]}")
+    return model
+
+
 def _folder_fingerprint(path: Path) -> str:
-    """Config in full; weights by name, size and their first and last MiB."""
+    """Config and weights in full: a fine-tuned model may differ in its middle layers only."""
     digest = hashlib.sha256()
     weights = [p for p in path.iterdir() if p.suffix in (".safetensors", ".bin")]
     for part in sorted([*path.glob("config.json"), *weights]):
-        size = part.stat().st_size
-        digest.update(f"{part.name}:{size}\n".encode())
-        with open(part, "rb") as stream:
-            digest.update(stream.read(2**20))
-            stream.seek(max(0, size - 2**20))
-            digest.update(stream.read(2**20))
+        facts = part.stat()
+        found = _sha256_once(part.resolve(), facts.st_size, facts.st_mtime_ns)
+        digest.update(f"{part.name}:{found}\n".encode())
     return digest.hexdigest()[:16]
+
+
+@lru_cache(maxsize=256)
+def _sha256_once(path: Path, size: int, changed: int) -> str:
+    """A file is read once a process, unless its size or time of change differ."""
+    return files.sha256(path)
 
 
 def _embedded_gguf() -> Path:
@@ -311,9 +324,7 @@ def _converted(gguf: Any, sha256: str) -> Path:
         temporary.mkdir(parents=True)
         try:
             given = {"gguf_file": path.name}
-            loaded = AutoModelForCausalLM.from_pretrained(
-                str(path.parent), dtype=torch.float32, **given
-            )
+            loaded = _whole_model(str(path.parent), dtype=torch.float32, **given)
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **given)
         except (OSError, ValueError, RuntimeError, KeyError, NotImplementedError) as error:
             raise InputError(f"{path.name} cannot be converted: {_line(error)}") from error

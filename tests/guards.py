@@ -13,7 +13,7 @@ from typing import Any
 
 LARGEST = 300_000  # bytes
 LONGEST = 5  # lines of a function defined in a notebook
-HOME = re.compile(r"(/home/|/Users/|/root/|[A-Z]:\\\\Users)[\w.-]*")
+HOME = re.compile(r"(/(home|Users|root)/|[A-Z]:\\\\Users)[\w.-]*")
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -77,9 +77,9 @@ def test_hidden_states_that_come_back_as_zeros(run, tmp_path, monkeypatch) -> No
     load = targets.AutoModelForCausalLM.from_pretrained
 
     def zeroed(*args, **kwargs):
-        model = load(*args, **kwargs)
+        model, found = load(*args, **kwargs)
         model.model.layers[-1].register_forward_hook(lambda *a: torch.zeros_like(a[1][0]))
-        return model
+        return model, found
 
     monkeypatch.setattr(targets.AutoModelForCausalLM, "from_pretrained", zeroed)
     assert "come back as zeros" in run("select", str(folder))
